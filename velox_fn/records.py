@@ -6,7 +6,7 @@ most of our import time.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 import chex
@@ -29,15 +29,10 @@ def record(cls: type[_Record]) -> type[_Record]:
 
 
 def arrays(state: Any) -> list[mx.array]:
-    """The array leaves of a record in field order, nested records included."""
-    found: list[mx.array] = []
-    for field in dataclasses.fields(state):
-        leaf = getattr(state, field.name)
-        if isinstance(leaf, mx.array):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf):
-            found.extend(arrays(leaf))
-    return found
+    """The array leaves of a record in field order, those of nested records and tuples included."""
+    if isinstance(state, mx.array):
+        return [state]
+    return [leaf for part in _parts(state).values() for leaf in arrays(part)]
 
 
 def with_arrays(state: _Record, leaves: Sequence[mx.array]) -> _Record:
@@ -45,21 +40,46 @@ def with_arrays(state: _Record, leaves: Sequence[mx.array]) -> _Record:
 
     Raises ValueError when the number of leaves differs.
     """
-    remaining = list(leaves)
-    rebuilt = _rebuild(state, remaining)
-    if remaining:
-        raise ValueError(f"{type(state).__name__} has {len(arrays(state))} arrays; {len(leaves)} were given")
+    expected = len(arrays(state))
+    if len(leaves) != expected:
+        raise ValueError(f"{type(state).__name__} has {expected} arrays; {len(leaves)} were given")
+    rebuilt: _Record = _rebuilt(state, iter(leaves))
     return rebuilt
 
 
-def _rebuild(state: _Record, remaining: list[mx.array]) -> _Record:
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(state):  # type: ignore[arg-type]
-        leaf = getattr(state, field.name)
-        if isinstance(leaf, mx.array):
-            if not remaining:
-                raise ValueError(f"{type(state).__name__} needs {len(arrays(state))} arrays; fewer were given")
-            changes[field.name] = remaining.pop(0)
-        elif dataclasses.is_dataclass(leaf):
-            changes[field.name] = _rebuild(leaf, remaining)
+def statics(state: Any) -> dict[str, Any]:
+    """The static fields of a record, by name; those of nested records as a mapping of their own."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(state):
+        part = getattr(state, field.name)
+        if dataclasses.is_dataclass(part):
+            found[field.name] = statics(part)
+        elif not arrays(part):
+            found[field.name] = part
+    return found
+
+
+def with_statics(state: _Record, fields: Mapping[str, Any]) -> _Record:
+    """`state` with its static fields replaced by `fields`, in the form of `statics(state)`."""
+    changes = {
+        name: with_statics(getattr(state, name), value) if isinstance(value, Mapping) else value
+        for name, value in fields.items()
+    }
     return dataclasses.replace(state, **changes)  # type: ignore[type-var]
+
+
+def _parts(state: Any) -> dict[Any, Any]:
+    if isinstance(state, tuple):
+        return dict(enumerate(state))
+    if dataclasses.is_dataclass(state):
+        return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {}
+
+
+def _rebuilt(state: Any, leaves: Iterator[mx.array]) -> Any:
+    if isinstance(state, mx.array):
+        return next(leaves)
+    parts = {name: _rebuilt(part, leaves) for name, part in _parts(state).items()}
+    if isinstance(state, tuple):
+        return tuple(parts.values())
+    return dataclasses.replace(state, **parts) if parts else state

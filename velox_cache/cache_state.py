@@ -1,0 +1,87 @@
+"""A cache as the tuple that mlx_lm saves: a JSON header, then arrays."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from velox_fn.eviction import Eviction
+from velox_fn.records import arrays, statics, with_arrays, with_statics
+from velox_fn.registry import method_factory
+
+FORMAT_VERSION = 1
+
+
+def params_digest(method: Eviction) -> str:
+    """A fingerprint of the method's parameter arrays, names and shapes included."""
+    digest = hashlib.sha256()
+    for name, array in method.params.items():
+        digest.update(f"{name}{array.shape}".encode())
+        digest.update(np.asarray(array.astype(mx.float32)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def same_method(one: Eviction, other: Eviction) -> bool:
+    """Whether two caches keep rows by the same rule, so that they may share a batch."""
+    if one is other:
+        return True
+    alike = one.name == other.name and dict(one.settings) == dict(other.settings)
+    return alike and params_digest(one) == params_digest(other)
+
+
+def pack_state(
+    method: Eviction, state: Any | None, offsets: Sequence[int], batched: bool, true_queries: bool
+) -> tuple[Any, ...]:
+    """Everything needed to go on: header, the method's parameters, and the record's arrays once there are rows."""
+    header = {
+        "format": FORMAT_VERSION,
+        "method": method.name,
+        "settings": dict(method.settings),
+        "params": list(method.params),
+        "digest": params_digest(method),
+        "offsets": list(offsets),
+        "batched": batched,
+        "true_queries": true_queries,
+        "record": None if state is None else statics(state),
+    }
+    leaves = [] if state is None else arrays(state)
+    return (json.dumps(header), *method.params.values(), *leaves)
+
+
+def unpack_header(packed: Sequence[Any]) -> dict[str, Any]:
+    """The header of a packed cache. Raises ValueError when it is not one of ours or of a newer format."""
+    try:
+        header = json.loads(packed[0])
+        version = header["format"]
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise ValueError("this is not the state of a Velox KV cache: it has no header that can be read") from error
+    if version != FORMAT_VERSION:
+        raise ValueError(f"this cache has format {version}; this velox-kv reads {FORMAT_VERSION}; upgrade velox-kv")
+    return dict(header)
+
+
+def unpack_method(header: dict[str, Any], packed: Sequence[Any]) -> Eviction:
+    """The method that made a packed cache, with its settings and parameters."""
+    names = header["params"]
+    params = dict(zip(names, packed[1 : 1 + len(names)], strict=True))
+    method = method_factory(header["method"])(**header["settings"], **params)
+    if params_digest(method) != header["digest"]:
+        raise ValueError("the parameters in this cache do not match its header: the file is damaged")
+    return method
+
+
+def unpack_record(method: Eviction, header: dict[str, Any], packed: Sequence[Any]) -> Any | None:
+    """The method's record, or None for a cache that has seen nothing."""
+    fields = header["record"]
+    if fields is None:
+        return None
+    leaves = list(packed[1 + len(header["params"]) :])
+    if len(leaves) < 2 or not all(isinstance(leaf, mx.array) for leaf in leaves):
+        raise ValueError("this cache lacks arrays that its header names: the file is truncated")
+    keys, values = leaves[0], leaves[1]
+    batch, n_kv_heads, _, head_dim = keys.shape
+    empty = method.init(batch, n_kv_heads, head_dim, values.shape[-1], keys.dtype)
+    return with_statics(with_arrays(empty, leaves), fields)

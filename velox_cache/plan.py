@@ -1,0 +1,82 @@
+"""Which layers of a model get an evicting cache, and why the others do not."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, KVCache
+
+from velox_cache.adapter import EvictingKVCache
+from velox_fn.eviction import Eviction
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What happens to one layer's cache."""
+
+    layer: int  # index in the prompt cache
+    cache: str  # class name of the model's own cache
+    bounded: bool
+    reason: str
+
+
+def plain_caches(model: nn.Module) -> list[Any]:
+    """The caches that the model makes by itself, also when evicting ones are installed on it."""
+    make_cache = getattr(type(model), "make_cache", None)  # the class's: an instance's may be installed
+    return [KVCache() for _ in model.layers] if make_cache is None else list(make_cache(model))
+
+
+def plan_layers(model: nn.Module) -> tuple[LayerPlan, ...]:
+    """What `install` would do, entry by entry of the model's prompt cache."""
+    refusal = _refusal(model)
+    return tuple(_plan(layer, cache, refusal) for layer, cache in enumerate(plain_caches(model)))
+
+
+def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callable[[int], EvictingKVCache]) -> list[Any]:
+    """Fresh caches for one sequence: evicting ones where the plan says so, the model's own elsewhere."""
+    own = plain_caches(model)
+    return [
+        _bounded(cache, entry.layer, make_cache) if entry.bounded else cache
+        for entry, cache in zip(plan, own, strict=True)
+    ]
+
+
+def check_filter_layout(model: nn.Module, layer: int, method: Eviction) -> None:
+    """ValueError when the method's filters cannot fit the layer's heads, as far as the model tells them."""
+    filters = method.params.get("filters")
+    attention = getattr(model.layers[layer], "self_attn", None) if layer < len(model.layers) else None
+    n_kv_heads = getattr(attention, "n_kv_heads", None) or getattr(attention, "num_key_value_heads", None)
+    head_dim = getattr(attention, "head_dim", None)
+    if filters is None or n_kv_heads is None:
+        return
+    if filters.shape[0] != n_kv_heads or (head_dim is not None and filters.shape[1] != head_dim):
+        raise ValueError(
+            f"layer {layer} has {n_kv_heads} KV heads of dimension {head_dim}, but its filters have shape "
+            f"{tuple(filters.shape)}; they belong to another model, calibrate this one"
+        )
+
+
+def _bounded(cache: Any, layer: int, make_cache: Callable[[int], EvictingKVCache]) -> Any:
+    if isinstance(cache, CacheList):
+        return CacheList(*(_bounded(part, layer, make_cache) for part in cache.caches))
+    return make_cache(layer) if type(cache) is KVCache else cache
+
+
+def _plan(layer: int, cache: Any, refusal: str | None) -> LayerPlan:
+    name = type(cache).__name__
+    parts = list(cache.caches) if isinstance(cache, CacheList) else [cache]
+    if not any(type(part) is KVCache for part in parts):
+        return LayerPlan(layer, name, False, f"{name} is not a plain full-attention cache; left as the model made it")
+    if refusal is not None:
+        return LayerPlan(layer, name, False, refusal)
+    return LayerPlan(layer, name, True, "full attention")
+
+
+def _refusal(model: nn.Module) -> str | None:
+    """Why no layer of this model can be bounded rightly, if that is so."""
+    if any(hasattr(module, "embed_q") for module in model.modules()):
+        return (
+            "keys and values are cached as one latent (MLA), from which eviction by key and value rows is not defined"
+        )
+    return None

@@ -1,0 +1,70 @@
+"""Argument checks that say what was given, why it cannot work and what to do."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+
+def whole_number(name: str, value: object, least: int) -> int:
+    """`value` as an int of at least `least`; ValueError otherwise. Booleans and floats are refused."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number, got {value!r}; write for example {name}={max(least, 1)}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return value
+
+
+def row_limits(budget: object, n_sink: object, recent: object) -> tuple[int, int, int]:
+    """The three row counts of a budgeted cache, checked together.
+
+    Raises ValueError when one is not a whole number in range, or when protected rows leave nothing to choose from.
+    """
+    budget = whole_number("budget", budget, 1)
+    n_sink = whole_number("n_sink", n_sink, 0)
+    recent = whole_number("recent", recent, 0)
+    if n_sink + recent >= budget:
+        raise ValueError(
+            f"n_sink + recent must be smaller than budget, got {n_sink} + {recent} >= {budget}: every row would be "
+            "protected and none could be evicted; raise budget or lower recent"
+        )
+    return budget, n_sink, recent
+
+
+def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """ValueError unless `value` is among `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def block_shapes(keys: mx.array, values: mx.array, batch: int, n_kv_heads: int, head_dim: int, value_dim: int) -> None:
+    """ValueError unless keys [B,H,S,D] and values [B,H,S,D_v] fit each other and the state they join."""
+    if keys.ndim != 4 or values.ndim != 4:
+        raise ValueError(
+            f"keys must be [B,H,S,D] and values [B,H,S,D_v], got shapes {tuple(keys.shape)} and {tuple(values.shape)}"
+        )
+    if keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            f"keys and values must agree in batch, heads and tokens, got {tuple(keys.shape)} and {tuple(values.shape)}"
+        )
+    if keys.shape[2] == 0:
+        raise ValueError("keys and values hold no token (S = 0); call update only with at least one token")
+    if keys.shape[0] != batch:
+        raise ValueError(
+            f"the batch size changed from {batch} to {keys.shape[0]} between calls; start a fresh state, or merge, "
+            "extend, filter or extract the cache"
+        )
+    if keys.shape[1] != n_kv_heads:
+        raise ValueError(f"this state was made for {n_kv_heads} KV heads, got keys with {keys.shape[1]}")
+    if keys.shape[3] != head_dim or values.shape[3] != value_dim:
+        raise ValueError(
+            f"this state was made for head_dim {head_dim} and value_dim {value_dim}, got {keys.shape[3]} and "
+            f"{values.shape[3]}"
+        )
+
+
+def finite_matrix(name: str, array: mx.array, shape: str) -> None:
+    """ValueError unless `array` is 2-D and finite. Looks at its values: for construction time only."""
+    if array.ndim != 2:
+        raise ValueError(f"{name} must be 2-D, {shape}, got shape {tuple(array.shape)}")
+    if not mx.isfinite(array).all().item():
+        raise ValueError(f"{name} holds NaN or inf; a non-finite filter would rank every row alike, calibrate again")

@@ -1,0 +1,219 @@
+"""Q-Filters: keep the keys that project highest onto the direction in which a head's queries drift.
+
+Source: "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression" (arXiv:2503.02812), section 3.2.
+A row scores sign * <f_h, k>, where f_h is the head's filter, calibrated offline from queries (`compute_qfilters`, paper
+equation 1).
+
+Differs from the paper: `n_sink` leading tokens always stay; `recent` trailing ones may (0, as in the paper, unless
+asked for); a whole block is evicted once, after it has attended (the kept set is the same in any split); without
+calibrated filters the direction is estimated from the first `calib_tokens` keys, which finds an axis but not the end of
+it that matters: that fallback's sign is arbitrary, and `sign=-1` is a real alternative there.
+"""
+
+import dataclasses
+
+import mlx.core as mx
+
+from velox_fn import checks, select
+from velox_fn import store as rows
+from velox_fn.eviction import Eviction
+from velox_fn.key_svd import estimate_filter_dir
+from velox_fn.records import record
+from velox_fn.static import Params, per_row, static_update
+from velox_fn.store import Rows, Store, View
+
+
+@record
+class QFiltersState:
+    """Rows and the filters that score them."""
+
+    store: Store
+    filters: mx.array  # float32 [B,H,D], unit norm; zeros where the fallback has not frozen one yet
+    sign: int  # +1: high projections stay; -1: low ones
+    calib_tokens: int  # keys that the fallback estimates a filter from; 0 with calibrated filters
+
+    @property
+    def frozen(self) -> bool:
+        """Whether every sequence has its filter."""
+        return self.store.seen_by_all >= self.calib_tokens
+
+
+def qfilters_init(
+    batch: int,
+    n_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: mx.Dtype = mx.float32,
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    sign: int = 1,
+    calib_tokens: int = 128,
+    filters: mx.array | None = None,
+    rollback: int = 0,
+) -> QFiltersState:
+    """An empty state.
+
+    budget: most rows kept, sinks and recent ones included. filters: float32 [H, D], one per KV head; None takes the
+    key-SVD fallback, which keeps every row, over budget too, until it has seen `calib_tokens` keys.
+    Raises ValueError on counts that cannot work, a sign other than +-1, or filters that do not fit the heads.
+    """
+    checks.one_of("sign", sign, (1, -1))
+    checks.whole_number("calib_tokens", calib_tokens, 2)
+    store = rows.init_store(
+        batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent, rollback=rollback
+    )
+    if filters is None:
+        return QFiltersState(
+            store=dataclasses.replace(store, warm_up=calib_tokens),
+            filters=mx.zeros((batch, n_kv_heads, head_dim), mx.float32),
+            sign=sign,
+            calib_tokens=calib_tokens,
+        )
+    if filters.shape != (n_kv_heads, head_dim):
+        raise ValueError(
+            f"filters must be [n_kv_heads, head_dim] = {(n_kv_heads, head_dim)} for this layer, got shape "
+            f"{tuple(filters.shape)}; calibrate this model, or average query-head filters with average_gqa_filters"
+        )
+    return QFiltersState(store=store, filters=per_row(filters.astype(mx.float32), batch), sign=sign, calib_tokens=0)
+
+
+def qfilters_update(
+    state: QFiltersState,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    queries: mx.array | None = None,
+    valid: mx.array | None = None,
+) -> tuple[QFiltersState, View]:
+    """Take in keys [B,H,S,D] and values [B,H,S,D_v]; `queries` is not used. See `eviction.Update`.
+
+    Raises ValueError when the block does not fit the state.
+    """
+    if not state.frozen:
+        return _warm_up(state, keys, values, valid)
+    score = _projection if state.sign > 0 else _inverted_projection
+    store, view = static_update(state.store, keys, values, score, (state.filters,), valid)
+    return dataclasses.replace(state, store=store), view
+
+
+def qfilters(
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    sign: int = 1,
+    calib_tokens: int = 128,
+    filters: mx.array | None = None,
+    rollback: int = 0,
+) -> Eviction:
+    """The Q-Filters method with these settings; arguments and errors as for `qfilters_init`.
+
+    Also raises ValueError when `filters` is not a finite 2-D array.
+    """
+    checks.row_limits(budget, n_sink, recent)
+    checks.one_of("sign", sign, (1, -1))
+    checks.whole_number("calib_tokens", calib_tokens, 2)
+    checks.whole_number("rollback", rollback, 0)
+    if filters is not None:
+        checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
+
+    def init(
+        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
+    ) -> QFiltersState:
+        return qfilters_init(
+            batch,
+            n_kv_heads,
+            head_dim,
+            value_dim,
+            dtype,
+            budget=budget,
+            n_sink=n_sink,
+            recent=recent,
+            sign=sign,
+            calib_tokens=calib_tokens,
+            filters=filters,
+            rollback=rollback,
+        )
+
+    settings = {
+        "budget": budget,
+        "n_sink": n_sink,
+        "recent": recent,
+        "rollback": rollback,
+        "sign": sign,
+        "calib_tokens": calib_tokens,
+    }
+    return Eviction(init, qfilters_update, "qfilters", settings, {} if filters is None else {"filters": filters})
+
+
+def _projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+    # Not a matrix product: its order of summation may depend on the number of rows, and then so would the kept set.
+    return (keys.astype(mx.float32) * params[0][:, :, None]).sum(-1)
+
+
+def _inverted_projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+    return -_projection(keys, values, positions, params)
+
+
+def _warm_up(
+    state: QFiltersState, keys: mx.array, values: mx.array, valid: mx.array | None
+) -> tuple[QFiltersState, View]:
+    """The fallback until every sequence has its filter: estimated from exactly its first `calib_tokens` keys.
+
+    A ragged batch freezes row by row. Until the last one has, rows that froze earlier give up what exceeds the budget
+    by turning it into padding.
+    """
+    rows.check_block(state.store, keys, values)
+    store, n_tokens = state.store, keys.shape[2]
+    positions = rows.arriving_positions(store.offset, n_tokens, valid)
+    unscored = mx.zeros(keys.shape[:3], mx.float32)
+    ranks = select.arrival_ranks(unscored, keys, values, positions, store.n_sink)
+    landed, view = rows.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
+    filters = state.filters
+    if landed.filled >= state.calib_tokens:
+        ready = landed.offset >= state.calib_tokens
+        fresh = ready & (store.offset < state.calib_tokens)
+        filters = mx.where(fresh[:, None, None], _estimate(landed, state.calib_tokens), filters)
+        landed = _rescored(landed, filters, state.sign)
+        if landed.seen_by_all >= state.calib_tokens:
+            landed = dataclasses.replace(landed, warm_up=0)
+        else:
+            landed = _within_budget(rows.settle(landed, n_tokens), ready)
+    settled = rows.settle(landed, n_tokens)
+    keys_view, values_view = mx.depends(list(rows.tied(view, settled)), [filters])
+    return dataclasses.replace(state, store=settled, filters=filters), (keys_view, values_view)
+
+
+def _estimate(store: Store, calib_tokens: int) -> mx.array:
+    used = rows.used_rows(store)
+    first = mx.argsort(rows.temporal_keys(used.ranks), axis=-1)[..., :calib_tokens]
+    return estimate_filter_dir(rows.gather_rows(used, first).keys)
+
+
+def _rescored(store: Store, filters: mx.array, sign: int) -> Store:
+    used = rows.used_rows(store)
+    positions = select.rank_positions(used.ranks)
+    score = _projection if sign > 0 else _inverted_projection
+    scores = score(used.keys, used.values, positions, (filters,))
+    ranks = select.arrival_ranks(scores, used.keys, used.values, positions, store.n_sink)
+    return dataclasses.replace(store, keys=used.keys, values=used.values, ranks=ranks)
+
+
+def _within_budget(store: Store, ready: mx.array) -> Store:
+    """`store` with all but the best `budget` rows of each `ready` sequence turned into padding."""
+    budget = store.budget
+    if store.filled <= budget:
+        return store
+    ranks = select.competing_ranks(store.ranks[:, :, : store.filled], store.offset, store.recent)
+    least = mx.partition(ranks, store.filled - budget, axis=-1)[..., store.filled - budget, None]
+    lost = ready[:, None, None] & (ranks < least)
+    used = rows.used_rows(store)
+    return dataclasses.replace(
+        store,
+        keys=mx.where(lost[..., None], 0, used.keys),
+        values=mx.where(lost[..., None], 0, used.values),
+        ranks=mx.where(lost, select.PADDING, used.ranks),
+        ordered=False,
+    )

@@ -1,0 +1,22 @@
+"""The methods by name: registering one here is all it takes to be tested, listed and offered everywhere."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from velox_fn.eviction import Eviction
+from velox_fn.qfilters import qfilters
+
+METHODS: Mapping[str, Callable[..., Eviction]] = MappingProxyType(
+    {
+        "qfilters": qfilters,
+    }
+)
+ALIASES: Mapping[str, str] = MappingProxyType({})
+
+
+def method_factory(name: str) -> Callable[..., Eviction]:
+    """The factory of the method of this name or alias. Raises ValueError that lists the known ones."""
+    factory = METHODS.get(ALIASES.get(name, name))
+    if factory is None:
+        raise ValueError(f"there is no method {name!r}; the methods are {', '.join(METHODS)}")
+    return factory

@@ -1,0 +1,80 @@
+"""The one selection rule.
+
+Each row has a *rank*, an int64 that packs its score and its position, so that the whole order of the rule is the order
+of integers: a higher score is better; among equal scores the lower position is better; a padding row (position -1) is
+worse than every token. Scores frozen in a rank hold +inf for sinks. Rows of the recent window are lifted above
+everything only at the moment of choosing, since the window moves.
+"""
+
+import mlx.core as mx
+
+_LOW_BITS = 0xFFFFFFFF
+_MAX_POSITION = 0x7FFFFFFF
+_PADDING_SCORE = -0x80000000
+_PROTECTED = 0x7FFFFFFFFFFFFFFF
+PADDING = (_PADDING_SCORE << 32) | (_MAX_POSITION + 1)  # the rank of every padding row
+
+
+def pack_ranks(scores: mx.array, positions: mx.array) -> mx.array:
+    """Ranks int64 of scores float32 (no NaN) and positions int32 of the same shape; -0.0 equals +0.0."""
+    bits = (scores + 0.0).view(mx.int32)
+    ordered = mx.where(bits >= 0, bits, bits ^ _MAX_POSITION)
+    ordered = mx.where(positions < 0, _PADDING_SCORE, ordered)
+    return (ordered.astype(mx.int64) << 32) | (_MAX_POSITION - positions.astype(mx.int64))
+
+
+def rank_positions(ranks: mx.array) -> mx.array:
+    """The positions int32 packed in ranks; -1 for padding."""
+    return (_MAX_POSITION - (ranks & _LOW_BITS)).astype(mx.int32)
+
+
+def rank_scores(ranks: mx.array) -> mx.array:
+    """The scores float32 packed in ranks: +inf for sinks, -inf for padding and for rows with a non-finite part."""
+    ordered = (ranks >> 32).astype(mx.int32)
+    scores = mx.where(ordered >= 0, ordered, ordered ^ _MAX_POSITION).view(mx.float32)
+    return mx.where(ordered == _PADDING_SCORE, -mx.inf, scores)
+
+
+def arrival_ranks(scores: mx.array, keys: mx.array, values: mx.array, positions: mx.array, n_sink: int) -> mx.array:
+    """Ranks [B,H,S] of rows as they arrive.
+
+    scores float32 [B,H,S]; keys [B,H,S,D]; values [B,H,S,D_v]; positions int32, broadcastable to [B,H,S]. A row with a
+    non-finite key, value or score competes as -inf; sinks hold +inf.
+    """
+    sound = mx.isfinite(scores + _zero_if_finite(keys, values))
+    scores = mx.where(sound, scores, -mx.inf)
+    if n_sink > 0:
+        scores = mx.where(positions < n_sink, mx.inf, scores)
+    return pack_ranks(scores, mx.broadcast_to(positions, scores.shape))
+
+
+def _zero_if_finite(keys: mx.array, values: mx.array) -> mx.array:
+    """0 for each row whose key and value are finite, NaN otherwise: one pass, no boolean reduction. [B,H,S]"""
+    if keys.shape[-1] == values.shape[-1]:
+        return (keys * 0 + values * 0).sum(-1).astype(mx.float32)
+    return (keys * 0).sum(-1).astype(mx.float32) + (values * 0).sum(-1).astype(mx.float32)
+
+
+def competing_ranks(ranks: mx.array, offset: mx.array, recent: int) -> mx.array:
+    """`ranks` [B,H,n] with the rows of the recent window, position >= offset - recent, lifted above every other.
+
+    offset int32 [B]: tokens seen. Lifted ranks compare equal among themselves, which cannot matter: protected rows are
+    fewer than any budget.
+    """
+    if recent == 0:
+        return ranks
+    first_recent = (offset - recent).astype(mx.int64)[:, None, None]
+    return mx.where((ranks & _LOW_BITS) <= _MAX_POSITION - first_recent, _PROTECTED, ranks)
+
+
+def victim(ranks: mx.array) -> mx.array:
+    """Index [B,H,1] of the row that leaves first, for competing ranks [B,H,n]."""
+    return mx.argmin(ranks, axis=-1, keepdims=True)
+
+
+def survivors(ranks: mx.array, keep: int) -> mx.array:
+    """Indices uint32 [B,H,keep] of the best `keep` rows in row order, for competing ranks [B,H,n]."""
+    n = ranks.shape[-1]
+    if keep >= n:
+        return mx.broadcast_to(mx.arange(n, dtype=mx.uint32), ranks.shape)
+    return mx.sort(mx.argpartition(ranks, n - keep, axis=-1)[..., n - keep :], axis=-1)

@@ -1,0 +1,121 @@
+"""The engine of the static methods: a row is scored once, when it arrives, from the row alone.
+
+Scores are frozen and the selection rule is a total order, so the kept set is the same however the tokens are split
+into calls, bit for bit, as long as a row's score does not depend on the split either: a score function must sum in an
+order that the number of tokens in the call cannot change.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from velox_fn import checks
+from velox_fn import store as rows
+from velox_fn.eviction import Eviction
+from velox_fn.records import record
+from velox_fn.select import arrival_ranks
+from velox_fn.store import Rows, Store, View
+
+Params = tuple[mx.array, ...]
+Score = Callable[[mx.array, mx.array, mx.array, Params], mx.array]
+"""(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S]"""
+
+
+@record
+class StaticState:
+    """The state of a static method that holds nothing but rows and fixed parameters."""
+
+    store: Store
+    params: Params  # each with the batch as first axis
+
+
+def static_update(
+    store: Store,
+    keys: mx.array,
+    values: mx.array,
+    score: Score,
+    params: Params = (),
+    valid: mx.array | None = None,
+) -> tuple[Store, View]:
+    """Take a block in and evict down to the budget."""
+    rows.check_block(store, keys, values)
+    n_tokens = keys.shape[2]
+    if valid is None and rows.overwrites(store, n_tokens):
+        step = _compiled_step(score, store.n_sink, store.recent)
+        k, v, ranks, offset = step(store.keys, store.values, store.ranks, store.offset, keys, values, *params)
+        seen = store.seen_by_all + 1
+        store = dataclasses.replace(
+            store, keys=k, values=v, ranks=ranks, offset=offset, ordered=False, seen_by_all=seen
+        )
+        return store, (k, v)
+    positions = rows.arriving_positions(store.offset, n_tokens, valid)
+    ranks = arrival_ranks(score(keys, values, positions, params), keys, values, positions, store.n_sink)
+    landed, view = rows.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
+    settled = rows.settle(landed, n_tokens)
+    return settled, rows.tied(view, settled)
+
+
+@functools.cache
+def _compiled_step(score: Score, n_sink: int, recent: int) -> Callable[..., tuple[mx.array, ...]]:
+    """One token over budget as one compiled function of arrays: it traces once per shape, never per step."""
+
+    def step(
+        keys: mx.array, values: mx.array, ranks: mx.array, offset: mx.array, k: mx.array, v: mx.array, *params: mx.array
+    ) -> tuple[mx.array, ...]:
+        positions = offset[:, None, None]
+        arriving = arrival_ranks(score(k, v, positions, params), k, v, positions, n_sink)
+        block = Rows(keys=k, values=v, ranks=arriving)
+        keys, values, ranks = rows.overwrite_victim(keys, values, ranks, offset, block, recent)
+        offset = offset + 1
+        keys, values = mx.depends([keys, values], [ranks, offset])
+        return keys, values, ranks, offset
+
+    return mx.compile(step)
+
+
+def static_eviction(
+    name: str,
+    score: Score,
+    *,
+    budget: int,
+    n_sink: int,
+    recent: int,
+    rollback: int = 0,
+    params: Mapping[str, mx.array] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Eviction:
+    """A method that is nothing but a score function.
+
+    `params`, name to array [H, ...] per KV head: `score` sees them in this order, with a batch axis in front.
+    `settings` holds what the method has beside the row counts.
+    """
+    params = params or {}
+    limits = {"budget": budget, "n_sink": n_sink, "recent": recent, "rollback": rollback}
+
+    def init(
+        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
+    ) -> StaticState:
+        store = rows.init_store(batch, n_kv_heads, head_dim, value_dim, dtype, **limits)
+        return StaticState(store=store, params=tuple(per_row(array, batch) for array in params.values()))
+
+    def update(
+        state: StaticState,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        queries: mx.array | None = None,
+        valid: mx.array | None = None,
+    ) -> tuple[StaticState, View]:
+        store, view = static_update(state.store, keys, values, score, state.params, valid)
+        return StaticState(store=store, params=state.params), view
+
+    checks.row_limits(budget, n_sink, recent)
+    return Eviction(init, update, name, {**limits, **(settings or {})}, params)
+
+
+def per_row(array: mx.array, batch: int) -> mx.array:
+    """`array` repeated along a new batch axis in front."""
+    return mx.broadcast_to(array, (batch, *array.shape))
