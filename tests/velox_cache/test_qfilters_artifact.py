@@ -1,0 +1,226 @@
+"""Filters survive the file, and a file that cannot be trusted is refused with its reason."""
+
+import dataclasses
+import json
+import zipfile
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from velox_cache.qfilters_artifact import QFiltersCalibration, import_published_filters, load_qfilters, save_qfilters
+
+
+@pytest.fixture
+def calibration():
+    filters = [mx.random.normal((2, 8), key=mx.random.key(i)) for i in range(3)]
+    return QFiltersCalibration(
+        [filters[0], None, filters[2]],
+        model_id="some/model",
+        n_samples=3000,
+        dataset="a dataset",
+        n_tokens=3000,
+        layer_layout=("KVCache", "RotatingKVCache", "CacheList(ArraysCache, KVCache)"),
+    )
+
+
+@pytest.fixture
+def path(calibration, tmp_path):
+    save_qfilters(calibration, tmp_path / "filters.npz")
+    return tmp_path / "filters.npz"
+
+
+def rewrite(path, **changes):
+    """The same .npz with members replaced, or dropped where the change is None; pickles are written as such."""
+    with np.load(path) as content:
+        members = {name: content[name] for name in content.files} | changes
+    np.savez(path, **{name: member for name, member in members.items() if member is not None})
+
+
+def rewrite_header(path, **changes):
+    with np.load(path) as content:
+        header = json.loads(str(content["header"])) | changes
+    rewrite(path, header=np.array(json.dumps(header)))
+
+
+def test_round_trip_keeps_every_field(calibration, path):
+    loaded = load_qfilters(path)
+    for field in dataclasses.fields(QFiltersCalibration):
+        if field.name != "filters":
+            assert getattr(loaded, field.name) == getattr(calibration, field.name)
+
+
+def test_round_trip_keeps_filters_bit_for_bit(calibration, path):
+    loaded = load_qfilters(path, expect_model_id="some/model")
+    assert [f is None for f in loaded.filters] == [False, True, False]
+    assert mx.array_equal(loaded.filters[0], calibration.filters[0]).item()
+    assert mx.array_equal(loaded.filters[2], calibration.filters[2]).item()
+
+
+def test_file_is_written_under_the_given_name(calibration, tmp_path):
+    save_qfilters(calibration, str(tmp_path / "named.filters"))
+    assert [file.name for file in tmp_path.iterdir()] == ["named.filters"]
+
+
+def test_interrupted_write_leaves_the_older_file(calibration, path, monkeypatch):
+    before = path.read_bytes()
+
+    def interrupted(file, **members):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_qfilters(calibration, path)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"absent\.npz"):
+        load_qfilters(tmp_path / "absent.npz")
+
+
+def test_wrong_model_is_refused(path):
+    with pytest.raises(ValueError, match="calibrated for model 'some/model', not 'other/model'"):
+        load_qfilters(path, expect_model_id="other/model")
+
+
+@pytest.mark.parametrize("kept", [0, 1, 40, 300, -1, -30])
+def test_truncated_file_is_refused(path, kept):
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match="truncated"):
+        load_qfilters(path)
+
+
+def test_damaged_content_is_refused(path):
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        start = archive.getinfo("filter_0000.npy").header_offset
+    content[start + 190] ^= 0xFF
+    path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match="damaged"):
+        load_qfilters(path)
+
+
+def test_file_that_is_no_npz_is_refused(path):
+    np.save(path.with_suffix(".npy"), np.zeros(3))
+    with pytest.raises(ValueError, match=r"not an \.npz"):
+        load_qfilters(path.with_suffix(".npy"))
+
+
+def test_npz_of_something_else_is_refused(path):
+    np.savez(path, weights=np.zeros(3))
+    with pytest.raises(ValueError, match="not a Q-Filters calibration"):
+        load_qfilters(path)
+
+
+def test_pickled_objects_are_never_read(path):
+    class Trap:
+        def __reduce__(self):
+            return (pytest.fail, ("the pickle was run",))
+
+    rewrite(path, filter_0000=np.array([Trap()], dtype=object))
+    with pytest.raises(ValueError, match="not a plain array"):
+        load_qfilters(path)
+
+
+@pytest.mark.parametrize("version", [0, 2, 99])
+def test_unknown_version_is_refused(path, version):
+    rewrite(path, format_version=np.int64(version))
+    with pytest.raises(ValueError, match=f"format version is {version}"):
+        load_qfilters(path)
+
+
+def test_missing_layer_is_refused(path):
+    rewrite(path, filter_0002=None)
+    with pytest.raises(ValueError, match=r"layers \[2\] are missing"):
+        load_qfilters(path)
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (np.full((2, 8), np.nan, np.float32), "layer 0 is not finite"),
+        (np.full((2, 8), np.inf, np.float32), "layer 0 is not finite"),
+        (np.zeros(8, np.float32), "layer 0 must be"),
+        (np.zeros((0, 8), np.float32), "layer 0 must be"),
+        (np.zeros((2, 8), np.float16), "layer 0 must be float32"),
+        (np.zeros((2, 8), np.int64), "layer 0 must be float32"),
+    ],
+)
+def test_stored_filter_that_cannot_be_used_is_refused(path, stored, message):
+    rewrite(path, filter_0000=stored)
+    with pytest.raises(ValueError, match=message):
+        load_qfilters(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"basis": "pre-rope"}, "post-rope"),
+        ({"sign_convention": "lower projection = keep"}, "negate"),
+        ({"layer_layout": ["KVCache"]}, "layer_layout names 1 layers"),
+        ({"has_filter": 3}, "cannot be used"),
+        ({"something_new": 3}, "something_new"),
+    ],
+)
+def test_header_that_cannot_be_trusted_is_refused(path, change, message):
+    rewrite_header(path, **change)
+    with pytest.raises(ValueError, match=message):
+        load_qfilters(path)
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        ([], "at least one layer"),
+        ([None, None], "at least one layer"),
+        ([mx.zeros((8,))], "layer 0 must be"),
+        ([None, mx.zeros((2, 8), mx.float16)], "layer 1 must be"),
+        ([np.zeros((2, 8), np.float32)], "layer 0 must be"),
+        ([mx.full((2, 8), float("nan"))], "layer 0 is not finite"),
+    ],
+)
+def test_calibration_of_unusable_filters_is_refused(filters, message):
+    with pytest.raises(ValueError, match=message):
+        QFiltersCalibration(filters)
+
+
+def test_calibration_takes_filters_by_position_as_a_list():
+    calibration = QFiltersCalibration([mx.ones((2, 8))], model_id="m", n_samples=3000, dataset="d")
+    assert (len(calibration.filters), calibration.basis) == (1, "post-rope")
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_published_filters_are_imported_with_the_sign_turned(tmp_path, dtype):
+    published = mx.random.normal((3, 2, 8), key=mx.random.key(5)).astype(dtype)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"q_filters": published})
+    imported = import_published_filters(tmp_path / "model.safetensors", model_id="some/model")
+    assert imported.model_id == "some/model"
+    assert [f.dtype for f in imported.filters] == [mx.float32] * 3
+    assert mx.array_equal(mx.stack(list(imported.filters)), -published.astype(mx.float32)).item()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"q_filters": mx.zeros((2, 8))}, r"\[layers, kv heads, head_dim\]"),
+        ({"a": mx.zeros((3, 2, 8)), "b": mx.zeros((3, 2, 8))}, "must hold one tensor"),
+        ({"q_filters": mx.full((3, 2, 8), float("nan"))}, "layer 0 is not finite"),
+    ],
+)
+def test_other_safetensors_are_refused(tmp_path, tensors, message):
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
+    with pytest.raises(ValueError, match=message):
+        import_published_filters(tmp_path / "model.safetensors")
+
+
+def test_import_of_another_file_format_is_refused(path):
+    with pytest.raises(ValueError, match=r"not a readable \.safetensors"):
+        import_published_filters(path)
+
+
+def test_import_of_a_missing_file_names_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent"):
+        import_published_filters(tmp_path / "absent.safetensors")
