@@ -23,20 +23,18 @@ const uint head = threadgroup_position_in_grid.y;  // b * H + h
 const uint batch = head / uint(keys_shape[1]);
 const ulong cell = ulong(head) * n + row;
 
-float sum = 0.0f;
-bool finite = true;
+float sum = 0.0f;  // a key that is not finite makes the sum so; only values need a look of their own
 for (uint d = lane; d < D; d += LANES) {
-    const float key = float(keys[cell * D + d]);
-    finite = finite && (as_type<uint>(key) & EXPONENT) != EXPONENT;
-    sum += key * filters[ulong(head) * D + d];
+    sum += float(keys[cell * D + d]) * filters[ulong(head) * D + d];
 }
+bool finite = true;
 for (uint d = lane; d < Dv; d += LANES) {
     finite = finite && (as_type<uint>(float(values[cell * Dv + d])) & EXPONENT) != EXPONENT;
 }
+const bool poisoned = simd_any(!finite);
 for (ushort step = 16; step > 0; step /= 2) {
     sum += simd_shuffle_xor(sum, step);
 }
-const bool poisoned = simd_any(!finite);
 
 if (lane == 0) {
     const int position = positions[cell];

@@ -16,6 +16,7 @@ _COMMON = (
     "-ffp-contract=off",  # the kernels ask for it by pragma, which g++ does not know
     "-Wall",
     "-Wno-unknown-pragmas",
+    "-Wno-unknown-warning-option",
     "-Werror=uninitialized",
     "-Werror=maybe-uninitialized",
 )
