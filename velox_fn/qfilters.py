@@ -202,18 +202,20 @@ def _rescored(store: Store, filters: mx.array, sign: int) -> Store:
 
 
 def _within_budget(store: Store, ready: mx.array) -> Store:
-    """`store` with all but the best `budget` rows of each `ready` sequence turned into padding."""
-    budget = store.budget
-    if store.filled <= budget:
+    """`store` with all but the best `budget` rows of each `ready` sequence turned into padding, which comes last.
+
+    Every head then has its padding at the same rows, as one mask for all heads needs.
+    """
+    surplus = store.filled - store.budget
+    if surplus <= 0:
         return store
-    ranks = select.competing_ranks(store.ranks[:, :, : store.filled], store.offset, store.recent)
-    least = mx.partition(ranks, store.filled - budget, axis=-1)[..., store.filled - budget, None]
-    lost = ready[:, None, None] & (ranks < least)
     used = rows.used_rows(store)
-    return dataclasses.replace(
-        store,
+    ranks = select.competing_ranks(used.ranks, store.offset, store.recent)
+    lost = ready[:, None, None] & (ranks < mx.partition(ranks, surplus, axis=-1)[..., surplus, None])
+    demoted = Rows(
         keys=mx.where(lost[..., None], 0, used.keys),
         values=mx.where(lost[..., None], 0, used.values),
         ranks=mx.where(lost, select.PADDING, used.ranks),
-        ordered=False,
     )
+    kept = rows.gather_rows(demoted, mx.argsort(rows.temporal_keys(demoted.ranks), axis=-1))
+    return dataclasses.replace(store, keys=kept.keys, values=kept.values, ranks=kept.ranks, ordered=False)
