@@ -14,18 +14,18 @@ def whole_number(name: str, value: object, least: int) -> int:
     return value
 
 
-def row_limits(budget: object, n_sink: object, recent: object) -> tuple[int, int, int]:
-    """The three row counts of a budgeted cache, checked together.
+def row_limits(budget: object, n_sink: object, recent: object, recent_name: str = "recent") -> tuple[int, int, int]:
+    """The three row counts of a budgeted cache, checked together; `recent_name` is what the method calls the last.
 
     Raises ValueError when one is not a whole number in range, or when protected rows leave nothing to choose from.
     """
     budget = whole_number("budget", budget, 1)
     n_sink = whole_number("n_sink", n_sink, 0)
-    recent = whole_number("recent", recent, 0)
+    recent = whole_number(recent_name, recent, 0)
     if n_sink + recent >= budget:
         raise ValueError(
-            f"n_sink + recent must be smaller than budget, got {n_sink} + {recent} >= {budget}: every row would be "
-            "protected and none could be evicted; raise budget or lower recent"
+            f"n_sink + {recent_name} must be smaller than budget, got {n_sink} + {recent} >= {budget}: every row would "
+            f"be protected and none could be evicted; raise budget or lower {recent_name}"
         )
     return budget, n_sink, recent
 

@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from velox_fn.eviction import Eviction
+from velox_fn.h2o import h2o
 from velox_fn.qfilters import qfilters
 
 METHODS: Mapping[str, Callable[..., Eviction]] = MappingProxyType(
     {
         "qfilters": qfilters,
+        "h2o": h2o,
     }
 )
 ALIASES: Mapping[str, str] = MappingProxyType({})

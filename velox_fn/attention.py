@@ -1,0 +1,85 @@
+"""Attention weights of a block's queries over stored rows, for the methods that score by them."""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from velox_fn import select
+from velox_fn.records import record
+from velox_fn.store import Rows, Store, used_rows
+
+_QUERIES_AT_ONCE = 256  # bounds the weights held at a time to [B, H_q, 256, n]
+_MASKED = -1e30  # finite, so that a query that sees nothing has no NaN
+
+
+@record
+class Observed:
+    """What a block's queries see of the rows that it landed among."""
+
+    rows: Rows
+    scores: mx.array  # float32 [B,H,n], as they stand: +inf for sinks, -inf for padding and non-finite rows
+    positions: mx.array  # int32 [B,H,n], -1 for padding
+    queries: mx.array  # float32 [B,H,G,S,D], scaled; G query heads share a KV head
+    query_positions: mx.array  # int32 [B,S]; -1 for the padding of a ragged block
+
+
+def observe_rows(
+    store: Store, queries: mx.array, scale: float | None = None, valid: mx.array | None = None
+) -> Observed:
+    """The rows of `store`, which this block has landed on, as its queries [B,H_q,S,D] meet them.
+
+    scale: of the logits; None is 1/sqrt(D). valid int32 [B]: real queries of each row.
+    Raises ValueError when the query heads are no multiple of the KV heads.
+    """
+    batch, n_kv_heads = store.keys.shape[:2]
+    n_heads, n_tokens, head_dim = queries.shape[1:]
+    if n_heads % n_kv_heads or head_dim != store.keys.shape[3]:
+        raise ValueError(
+            f"queries must be [B, H_q, S, {store.keys.shape[3]}] with H_q a multiple of {n_kv_heads} KV heads, got "
+            f"shape {tuple(queries.shape)}"
+        )
+    scale = head_dim**-0.5 if scale is None else scale
+    grouped = queries.astype(mx.float32).reshape(batch, n_kv_heads, n_heads // n_kv_heads, n_tokens, head_dim)
+    steps = mx.arange(n_tokens, dtype=mx.int32)
+    first = store.offset - (n_tokens if valid is None else valid)
+    query_positions = first[:, None] + steps
+    if valid is not None:
+        query_positions = mx.where(steps < valid[:, None], query_positions, -1)
+    rows = used_rows(store)
+    return Observed(
+        rows=rows,
+        scores=select.rank_scores(rows.ranks),
+        positions=select.rank_positions(rows.ranks),
+        queries=grouped * scale,
+        query_positions=query_positions,
+    )
+
+
+def attention_weights(observed: Observed, start: int = 0, stop: int | None = None) -> mx.array:
+    """Softmax weights float32 [B,H,G,S',n] of queries `start` to `stop` of the block.
+
+    A query sees the rows at its own and earlier positions; logits that are not finite are masked; the weights of a
+    padding query are 0.
+    """
+    queries = observed.queries[:, :, :, start:stop]
+    positions = observed.query_positions[:, start:stop]
+    logits = queries @ observed.rows.keys.astype(mx.float32).swapaxes(-1, -2)[:, :, None]
+    at_row = observed.positions[:, :, None, None, :]
+    visible = (at_row >= 0) & (at_row <= positions[:, None, None, :, None]) & mx.isfinite(logits)
+    weights = mx.softmax(mx.where(visible, logits, _MASKED), axis=-1)
+    return mx.where(visible, weights, 0.0)
+
+
+def query_blocks(observed: Observed) -> Iterator[tuple[int, int]]:
+    """Ranges of the block's queries small enough that their weights fit in memory."""
+    n_tokens = observed.query_positions.shape[1]
+    for start in range(0, n_tokens, _QUERIES_AT_ONCE):
+        yield start, min(start + _QUERIES_AT_ONCE, n_tokens)
+
+
+def attention_mass(observed: Observed, power: int = 1) -> mx.array:
+    """Sum over the block's queries, and over the query heads of a group, of weights ** power. float32 [B,H,n]"""
+    total = mx.zeros(observed.scores.shape, mx.float32)
+    for start, stop in query_blocks(observed):
+        total = total + (attention_weights(observed, start, stop) ** power).sum(axis=(2, 3))
+    return total

@@ -1,0 +1,86 @@
+"""The engine of the dynamic methods: every query of the model changes the scores of the rows it sees.
+
+An update has two halves. `land` lets the block in; its view goes to attention. Then the block's queries are observed:
+they change the scores, and what exceeds the budget leaves. A caller who has the queries at once, or lets the keys stand
+in for them, gets both halves from `update`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from velox_fn import select
+from velox_fn import store as rows
+from velox_fn.attention import Observed
+from velox_fn.eviction import Eviction, Init, Observation
+from velox_fn.records import arrays, record
+from velox_fn.store import Rows, Store, View
+
+
+@record
+class DynamicState:
+    """The state of a method that needs nothing but the scores in its rows."""
+
+    store: Store
+
+
+def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None) -> tuple[Any, View]:
+    """Let a block in, its rows at score 0: nothing is evicted but the dead row whose place a single token takes."""
+    store = state.store
+    rows.check_block(store, keys, values)
+    positions = rows.arriving_positions(store.offset, keys.shape[2], valid)
+    ranks = select.arrival_ranks(mx.zeros(keys.shape[:3], mx.float32), keys, values, positions, store.n_sink)
+    landed, view = rows.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
+    return dataclasses.replace(state, store=landed), view
+
+
+def rescore(store: Store, observed: Observed, scores: mx.array) -> Store:
+    """`store` with these scores float32 [B,H,n] on its rows, cut down to its limit.
+
+    Sinks keep +inf, rows with a non-finite key or value keep -inf, and a score that is not finite becomes -inf.
+    """
+    scores = mx.where(mx.isfinite(scores), scores, -mx.inf)
+    scores = mx.where(mx.isfinite(observed.scores), scores, observed.scores)
+    ranks = select.pack_ranks(scores, observed.positions)
+    rescored = dataclasses.replace(store, keys=observed.rows.keys, values=observed.rows.values, ranks=ranks)
+    return rows.settle(rescored, observed.query_positions.shape[1])
+
+
+def dynamic_eviction(
+    name: str,
+    init: Init,
+    observe: Callable[[Any, mx.array, float | None, mx.array | None], Any],
+    settings: Mapping[str, Any],
+    params: Mapping[str, mx.array] | None = None,
+) -> Eviction:
+    """A method of the two halves `land` and `observe(state, queries, scale, valid)`.
+
+    Its `update` takes the block's queries [B,H_q,S,D] at scale 1/sqrt(D), and lets the keys stand in when there are
+    none. Scores depend on every query so far, so nothing can be taken back: rollback is not offered.
+    """
+
+    def update(
+        state: Any,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        queries: mx.array | None = None,
+        valid: mx.array | None = None,
+    ) -> tuple[Any, View]:
+        landed, (seen_keys, seen_values) = land(state, keys, values, valid)
+        settled = observe(landed, keys if queries is None else queries, None, valid)
+        seen_keys, seen_values = mx.depends([seen_keys, seen_values], arrays(settled))
+        return settled, (seen_keys, seen_values)
+
+    return Eviction(
+        init,
+        update,
+        name,
+        settings,
+        params or {},
+        needs_queries=True,
+        static=False,
+        observation=Observation(land=land, observe=observe),
+    )
