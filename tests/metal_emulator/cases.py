@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_src import Cut, evict_apply, qfilters_score, threshold_and_quota
+from velox_fn.select import pack_ranks, survivors
 
 from . import oracles
 from .capture import CapturedKernel, capture
@@ -176,3 +177,12 @@ class EvictCase:
         )
         gathered = [np.take_along_axis(bits(array), rows[..., None], 2) for array in (keys, values)]
         return gathered + [np.take_along_axis(bits(array), rows, 2) for array in (scores, positions)]
+
+    def mlx_path(self) -> list[mx.array]:
+        """The same rows by the core's selection rule and gathers: tokens in temporal order, padding last."""
+        keys, values, scores, ranks, positions = self.arrays
+        rows = survivors(pack_ranks(ranks, positions), self.keep)
+        padding_last = mx.where(mx.take_along_axis(positions, rows, -1) < 0, 2**30, 0) + rows
+        rows = mx.take_along_axis(rows, mx.argsort(padding_last, -1), -1)
+        gathered = [mx.take_along_axis(array, rows[..., None], 2) for array in (keys, values)]
+        return gathered + [mx.take_along_axis(array, rows, 2) for array in (scores, positions)]

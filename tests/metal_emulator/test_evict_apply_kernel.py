@@ -6,9 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from velox_fn.select import pack_ranks
-from velox_fn.select import survivors as mlx_survivors
-
 from .cases import DTYPES, EvictCase, Shape, draw_positions
 from .emulate import bits, emulate
 
@@ -37,16 +34,6 @@ def cases(draw: st.DrawFn) -> EvictCase:
     )
 
 
-def mlx_path(case: EvictCase) -> list[mx.array]:
-    """The same rows by the core's selection rule and gathers; padding last."""
-    keys, values, scores, ranks, positions = case.arrays
-    rows = mlx_survivors(pack_ranks(ranks, positions), case.keep)
-    padding_last = mx.where(mx.take_along_axis(positions, rows, -1) < 0, 2**30, 0) + rows
-    rows = mx.take_along_axis(rows, mx.argsort(padding_last, -1), -1)
-    gathered = [mx.take_along_axis(array, rows[..., None], 2) for array in (keys, values)]
-    return gathered + [mx.take_along_axis(array, rows, 2) for array in (scores, positions)]
-
-
 @settings(deadline=None, max_examples=150)
 @given(cases())
 def test_apply_kernel_equals_its_oracle(case: EvictCase) -> None:
@@ -72,7 +59,7 @@ def test_metal_path_matches_pure_mlx_path(
     """Emulated here; ``test_on_metal.py`` holds the same claim on hardware."""
     shape = Shape(shape.B, shape.H, shape.n, shape.D, shape.D_v, dtype)
     case = EvictCase.draw(shape, keep, 11, protected=protected, padding=padding).with_zeroed_padding()
-    for kept, expected in zip(emulate(case.captured()), mlx_path(case), strict=True):
+    for kept, expected in zip(emulate(case.captured()), case.mlx_path(), strict=True):
         np.testing.assert_array_equal(bits(kept), bits(expected))
 
 
