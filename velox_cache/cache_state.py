@@ -84,4 +84,5 @@ def unpack_record(method: Eviction, header: dict[str, Any], packed: Sequence[Any
     keys, values = leaves[0], leaves[1]
     batch, n_kv_heads, _, head_dim = keys.shape
     empty = method.init(batch, n_kv_heads, head_dim, values.shape[-1], keys.dtype)
-    return with_statics(with_arrays(empty, leaves), fields)
+    here = {**fields, "store": {**fields["store"], "metal": empty.store.metal}}  # the machine may be another one
+    return with_statics(with_arrays(empty, leaves), here)

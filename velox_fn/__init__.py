@@ -1,6 +1,7 @@
 """Pure, typed functions that bound the KV cache of MLX language models by evicting the rows that matter least."""
 
 from velox_fn.eviction import Eviction, kept_bytes, kept_positions, kv
+from velox_fn.fused_evict import fused_evict
 from velox_fn.key_svd import estimate_filter_dir
 from velox_fn.qfilters import QFiltersState, qfilters, qfilters_init, qfilters_update
 from velox_fn.query_gram import (
@@ -22,6 +23,7 @@ __all__ = [
     "average_gqa_filters",
     "compute_qfilters",
     "estimate_filter_dir",
+    "fused_evict",
     "kept_bytes",
     "kept_positions",
     "kv",

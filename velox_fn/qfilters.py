@@ -11,15 +11,19 @@ it that matters: that fallback's sign is arbitrary, and `sign=-1` is a real alte
 """
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import mlx.core as mx
 
+from metal_src import qfilters_score
 from velox_fn import checks, select
 from velox_fn import store as rows
 from velox_fn.eviction import Eviction
+from velox_fn.fused_evict import resolve_metal
 from velox_fn.key_svd import estimate_filter_dir
 from velox_fn.records import record
-from velox_fn.static import Params, per_row, static_update
+from velox_fn.static import Params, Score, per_row, static_update
 from velox_fn.store import Rows, Store, View
 
 
@@ -52,6 +56,7 @@ def qfilters_init(
     calib_tokens: int = 128,
     filters: mx.array | None = None,
     rollback: int = 0,
+    use_metal_kernels: bool | None = None,
 ) -> QFiltersState:
     """An empty state.
 
@@ -62,7 +67,16 @@ def qfilters_init(
     checks.one_of("sign", sign, (1, -1))
     checks.whole_number("calib_tokens", calib_tokens, 2)
     store = rows.init_store(
-        batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent, rollback=rollback
+        batch,
+        n_kv_heads,
+        head_dim,
+        value_dim,
+        dtype,
+        budget=budget,
+        n_sink=n_sink,
+        recent=recent,
+        rollback=rollback,
+        use_metal_kernels=use_metal_kernels,
     )
     if filters is None:
         return QFiltersState(
@@ -93,8 +107,7 @@ def qfilters_update(
     """
     if not state.frozen:
         return _warm_up(state, keys, values, valid)
-    score = _projection if state.sign > 0 else _inverted_projection
-    store, view = static_update(state.store, keys, values, score, (state.filters,), valid)
+    store, view = static_update(state.store, keys, values, _score(state), (state.filters,), valid)
     return dataclasses.replace(state, store=store), view
 
 
@@ -107,6 +120,7 @@ def qfilters(
     calib_tokens: int = 128,
     filters: mx.array | None = None,
     rollback: int = 0,
+    use_metal_kernels: bool | None = None,
 ) -> Eviction:
     """The Q-Filters method with these settings; arguments and errors as for `qfilters_init`.
 
@@ -116,6 +130,7 @@ def qfilters(
     checks.one_of("sign", sign, (1, -1))
     checks.whole_number("calib_tokens", calib_tokens, 2)
     checks.whole_number("rollback", rollback, 0)
+    resolve_metal(use_metal_kernels)
     if filters is not None:
         checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
 
@@ -135,6 +150,7 @@ def qfilters(
             calib_tokens=calib_tokens,
             filters=filters,
             rollback=rollback,
+            use_metal_kernels=use_metal_kernels,
         )
 
     settings = {
@@ -148,13 +164,37 @@ def qfilters(
     return Eviction(init, qfilters_update, "qfilters", settings, {} if filters is None else {"filters": filters})
 
 
+def _score(state: QFiltersState) -> Score:
+    return _SCORES[state.store.metal, state.sign]
+
+
 def _projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
     # Not a matrix product: its order of summation may depend on the number of rows, and then so would the kept set.
     return (keys.astype(mx.float32) * params[0][:, :, None]).sum(-1)
 
 
-def _inverted_projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-    return -_projection(keys, values, positions, params)
+def _metal_projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+    # MLX's own reductions on the GPU promise no such order; the kernel's is fixed by the head dimension.
+    at_row = mx.broadcast_to(positions, keys.shape[:3])
+    offset = mx.zeros(keys.shape[:1], mx.int32)
+    return qfilters_score(keys, values, params[0], at_row, offset, n_sink=0, recent=0, sign=1)
+
+
+def _negated(score: Score) -> Score:
+    def negated(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+        return -score(keys, values, positions, params)
+
+    return negated
+
+
+_SCORES: Mapping[tuple[bool, int], Score] = MappingProxyType(
+    {
+        (False, 1): _projection,
+        (False, -1): _negated(_projection),
+        (True, 1): _metal_projection,
+        (True, -1): _negated(_metal_projection),
+    }
+)
 
 
 def _warm_up(
@@ -176,7 +216,7 @@ def _warm_up(
         ready = landed.offset >= state.calib_tokens
         fresh = ready & (store.offset < state.calib_tokens)
         filters = mx.where(fresh[:, None, None], _estimate(landed, state.calib_tokens), filters)
-        landed = _rescored(landed, filters, state.sign)
+        landed = _rescored(landed, filters, _score(state))
         if landed.seen_by_all >= state.calib_tokens:
             landed = dataclasses.replace(landed, warm_up=0)
         else:
@@ -192,10 +232,9 @@ def _estimate(store: Store, calib_tokens: int) -> mx.array:
     return estimate_filter_dir(rows.gather_rows(used, first).keys)
 
 
-def _rescored(store: Store, filters: mx.array, sign: int) -> Store:
+def _rescored(store: Store, filters: mx.array, score: Score) -> Store:
     used = rows.used_rows(store)
     positions = select.rank_positions(used.ranks)
-    score = _projection if sign > 0 else _inverted_projection
     scores = score(used.keys, used.values, positions, (filters,))
     ranks = select.arrival_ranks(scores, used.keys, used.values, positions, store.n_sink)
     return dataclasses.replace(store, keys=used.keys, values=used.values, ranks=ranks)

@@ -11,6 +11,7 @@ import mlx.core as mx
 _LOW_BITS = 0xFFFFFFFF
 _MAX_POSITION = 0x7FFFFFFF
 _PADDING_SCORE = -0x80000000
+_INFINITY = 0x7F800000  # the bits of +inf
 _PROTECTED = 0x7FFFFFFFFFFFFFFF
 PADDING = (_PADDING_SCORE << 32) | (_MAX_POSITION + 1)  # the rank of every padding row
 
@@ -29,8 +30,8 @@ def rank_positions(ranks: mx.array) -> mx.array:
 
 
 def rank_scores(ranks: mx.array) -> mx.array:
-    """The scores float32 packed in ranks: +inf for sinks, -inf for padding and for rows with a non-finite part."""
-    ordered = (ranks >> 32).astype(mx.int32)
+    """The scores float32 packed in ranks: +inf for protected rows, -inf for padding and rows with a non-finite part."""
+    ordered = mx.minimum(ranks >> 32, _INFINITY).astype(mx.int32)
     scores = mx.where(ordered >= 0, ordered, ordered ^ _MAX_POSITION).view(mx.float32)
     return mx.where(ordered == _PADDING_SCORE, -mx.inf, scores)
 
@@ -73,8 +74,10 @@ def victim(ranks: mx.array) -> mx.array:
 
 
 def survivors(ranks: mx.array, keep: int) -> mx.array:
-    """Indices uint32 [B,H,keep] of the best `keep` rows in row order, for competing ranks [B,H,n]."""
+    """Indices uint32 [B,H,keep] of the best `keep` rows for competing ranks [B,H,n]: in row order, padding last."""
     n = ranks.shape[-1]
     if keep >= n:
         return mx.broadcast_to(mx.arange(n, dtype=mx.uint32), ranks.shape)
-    return mx.sort(mx.argpartition(ranks, n - keep, axis=-1)[..., n - keep :], axis=-1)
+    index = mx.argpartition(ranks, n - keep, axis=-1)[..., n - keep :]
+    padding = mx.take_along_axis(ranks, index, axis=-1) == PADDING
+    return mx.sort(mx.where(padding, index + n, index), axis=-1) % n

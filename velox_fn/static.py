@@ -15,6 +15,7 @@ import mlx.core as mx
 from velox_fn import checks
 from velox_fn import store as rows
 from velox_fn.eviction import Eviction
+from velox_fn.fused_evict import resolve_metal
 from velox_fn.records import record
 from velox_fn.select import arrival_ranks
 from velox_fn.store import Rows, Store, View
@@ -84,6 +85,7 @@ def static_eviction(
     n_sink: int,
     recent: int,
     rollback: int = 0,
+    use_metal_kernels: bool | None = None,
     params: Mapping[str, mx.array] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Eviction:
@@ -98,7 +100,9 @@ def static_eviction(
     def init(
         batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
     ) -> StaticState:
-        store = rows.init_store(batch, n_kv_heads, head_dim, value_dim, dtype, **limits)
+        store = rows.init_store(
+            batch, n_kv_heads, head_dim, value_dim, dtype, **limits, use_metal_kernels=use_metal_kernels
+        )
         return StaticState(store=store, params=tuple(per_row(array, batch) for array in params.values()))
 
     def update(
@@ -113,6 +117,8 @@ def static_eviction(
         return StaticState(store=store, params=state.params), view
 
     checks.row_limits(budget, n_sink, recent)
+    checks.whole_number("rollback", rollback, 0)
+    resolve_metal(use_metal_kernels)
     return Eviction(init, update, name, {**limits, **(settings or {})}, params)
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import mlx.core as mx
 
 from velox_fn import checks, select
+from velox_fn.fused_evict import evict_rows, resolve_metal
 from velox_fn.records import record
 
 _GROWTH = 256  # rows; the step in which mlx_lm's own caches grow
@@ -33,6 +34,7 @@ class Store:
     n_sink: int
     recent: int
     rollback: int  # tokens that `trim` can take back after evictions; as many more rows are kept aside
+    metal: bool  # whole blocks are scored and evicted by the Metal kernels
     warm_up: int = 0  # rows kept without evicting while a method gathers what it needs to score; 0 when it is over
 
     @property
@@ -71,6 +73,7 @@ def init_store(
     n_sink: int,
     recent: int,
     rollback: int = 0,
+    use_metal_kernels: bool | None = False,
 ) -> Store:
     """An empty store. Raises ValueError on counts that cannot work."""
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
@@ -89,6 +92,7 @@ def init_store(
         n_sink=n_sink,
         recent=recent,
         rollback=checks.whole_number("rollback", rollback, 0),
+        metal=resolve_metal(use_metal_kernels),
     )
 
 
@@ -246,9 +250,11 @@ def settle(store: Store, n_tokens: int) -> Store:
     if store.filled <= store.limit or overwrites(store, n_tokens):
         return store
     rows = used_rows(store)
-    ranks = select.competing_ranks(rows.ranks, store.offset, store.protected)
-    kept = gather_rows(rows, select.survivors(ranks, store.limit))
-    return dataclasses.replace(store, keys=kept.keys, values=kept.values, ranks=kept.ranks, filled=store.limit)
+    if store.metal and not store.ordered:
+        rows = gather_rows(rows, mx.argsort(temporal_keys(rows.ranks), axis=-1))
+    competing = select.competing_ranks(rows.ranks, store.offset, store.protected)
+    keys, values, ranks = evict_rows(rows.keys, rows.values, rows.ranks, competing, store.limit, metal=store.metal)
+    return dataclasses.replace(store, keys=keys, values=values, ranks=ranks, filled=store.limit)
 
 
 def tied(view: View, store: Store) -> View:
