@@ -1,0 +1,35 @@
+"""The public names of velox_cache: what type checkers read, and what `__init__.py` imports on first use."""
+
+from .adapter import EvictingKVCache, MissingQueriesError
+from .builder import KVCacheBuilder
+from .calibration import calibrate, collect_query_activations, sign_agreement
+from .config import KVCacheConfig
+from .core import average_gqa_filters, compute_qfilters
+from .install import InstallReport, install, uninstall
+from .plan import LayerPlan, plan_layers
+from .qfilters_artifact import QFiltersCalibration, import_published_filters, load_qfilters, save_qfilters
+from .qfilters_cache import QFiltersKVCache
+from .query_tap import observe_queries
+
+__all__ = [
+    "EvictingKVCache",
+    "InstallReport",
+    "KVCacheBuilder",
+    "KVCacheConfig",
+    "LayerPlan",
+    "MissingQueriesError",
+    "QFiltersCalibration",
+    "QFiltersKVCache",
+    "average_gqa_filters",
+    "calibrate",
+    "collect_query_activations",
+    "compute_qfilters",
+    "import_published_filters",
+    "install",
+    "load_qfilters",
+    "observe_queries",
+    "plan_layers",
+    "save_qfilters",
+    "sign_agreement",
+    "uninstall",
+]
