@@ -6,12 +6,12 @@ from typing import Any, Self
 
 import mlx.core as mx
 
-from velox_cache.cache_state import pack_state, same_method, unpack_header, unpack_method, unpack_record
+from velox_cache.cache_state import pack_state, same_method, unpack_state
 from velox_cache.masks import causal_array, ragged_mask
-from velox_fn import batch
+from velox_cache.sequences import Sequences, extracted, merged, selected, trimmed
 from velox_fn.eviction import Eviction, kept_bytes
 from velox_fn.records import arrays
-from velox_fn.store import Store, View
+from velox_fn.store import View
 
 
 class MissingQueriesError(ValueError):
@@ -37,13 +37,10 @@ class EvictingKVCache:
     def __init__(self, method: Eviction, *, true_queries: bool = False) -> None:
         self._method = method
         self._true_queries = true_queries and method.observation is not None
-        self._state: Any | None = None
-        self._offsets: tuple[int, ...] = (0,)
-        self._batched = False
-        self._lengths: tuple[int, ...] | None = None  # real tokens to come, per row, while a padded prefill runs
+        self._rows = Sequences()
         self._view: View | None = None
         self._unobserved: _Unobserved | None = None
-        self._can_take_back = method.settings.get("rollback", 0)
+        self._can_take_back = self._rollback
 
     # What attention calls
 
@@ -53,22 +50,21 @@ class EvictingKVCache:
         Raises ValueError when the block does not fit what is cached, which then stays as it was.
         """
         self._refuse_unobserved()
-        state = self._state if self._state is not None else self._empty_state(keys, values)
-        if self._batched and keys.shape[0] != len(self._offsets):
-            raise ValueError(f"this cache holds a batch of {len(self._offsets)} rows, got keys for {keys.shape[0]}")
+        rows = self._rows
+        record = self._empty_record(keys, values) if rows.record is None else rows.record
+        if rows.batched and keys.shape[0] != len(rows.offsets):
+            raise ValueError(f"this cache holds a batch of {len(rows.offsets)} rows, got keys for {keys.shape[0]}")
         n_tokens = keys.shape[2]
-        real = self._real_tokens(n_tokens)
-        valid = None if all(count == n_tokens for count in real) else mx.array(real, mx.int32)
-        if self._true_queries and self._method.observation is not None:
-            state, view = self._method.observation.land(state, keys, values, valid)
+        real = rows.real_tokens(n_tokens)
+        valid = None if min(real) == n_tokens else mx.array(real, mx.int32)
+        observation = self._method.observation
+        if self._true_queries and observation is not None:
+            record, view = observation.land(record, keys, values, valid)
             self._unobserved = _Unobserved(valid)
         else:
-            state, view = self._method.update(state, keys, values, valid=valid)
-        self._state, self._view = state, view
-        self._offsets = tuple(offset + count for offset, count in zip(self._offsets, real, strict=True))
-        if self._lengths is not None:
-            self._lengths = tuple(left - count for left, count in zip(self._lengths, real, strict=True))
-        self._can_take_back = min(self._can_take_back + n_tokens, self._method.settings.get("rollback", 0))
+            record, view = self._method.update(record, keys, values, valid=valid)
+        self._rows, self._view = rows.advanced(record, real), view
+        self._can_take_back = min(self._can_take_back + n_tokens, self._rollback)
         return view
 
     def observe_queries(
@@ -82,9 +78,9 @@ class EvictingKVCache:
             return output
         if keys is not self._view[0] or values is not self._view[1]:
             return output
-        self._state = self._method.observation.observe(self._state, queries, scale, self._unobserved.valid)
-        self._unobserved = None
-        tied: mx.array = mx.depends([output], arrays(self._state))[0]
+        record = self._method.observation.observe(self._rows.record, queries, scale, self._unobserved.valid)
+        self._rows, self._unobserved = dataclasses.replace(self._rows, record=record), None
+        tied: mx.array = mx.depends([output], arrays(record))[0]
         return tied
 
     def keys_and_values(self) -> View:
@@ -96,9 +92,9 @@ class EvictingKVCache:
     @property
     def offset(self) -> int | mx.array:
         """Tokens seen: an int, or int32 [B] for a merged batch."""
-        if not self._batched:
-            return self._offsets[0]
-        return mx.array(self._offsets, mx.int32) if self._state is None else self._store.offset
+        if not self._rows.batched:
+            return self._rows.offsets[0]
+        return mx.array(self._rows.offsets, mx.int32) if self._rows.record is None else self._rows.store.offset
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask for the next N tokens: None, "causal", or a bool array. See `masks`.
@@ -110,9 +106,10 @@ class EvictingKVCache:
                 f"a sliding window (window_size={window_size}) over evicted rows is not defined; leave this layer its "
                 "own cache, as install() does"
             )
-        real = self._real_tokens(N)
-        if self._ragged or any(count != N for count in real):
-            return ragged_mask(None if self._state is None else self._store, N, mx.array(real, mx.int32))
+        real = self._rows.real_tokens(N)
+        if self._rows.ragged or min(real) < N:
+            store = None if self._rows.record is None else self._rows.store
+            return ragged_mask(store, N, mx.array(real, mx.int32))
         if N == 1:
             return None
         return causal_array(self.size(), N) if return_array else "causal"
@@ -124,20 +121,18 @@ class EvictingKVCache:
         """Everything needed to go on: a JSON header, then arrays. Valid at any time."""
         self._refuse_unobserved()
         self._view = None
-        return pack_state(self._method, self._state, self._offsets, self._batched, self._true_queries)
+        return pack_state(self._method, self._rows, self._true_queries, self._can_take_back)
 
     @state.setter
     def state(self, packed: Sequence[Any]) -> None:
-        header = unpack_header(packed)
-        method = unpack_method(header, packed)
+        method, rows, true_queries, can_take_back = unpack_state(packed)
         if hasattr(self, "_method") and not same_method(self._method, method):
             raise ValueError(
                 f"this cache runs {self._method.name} {dict(self._method.settings)}; the state given was made by "
                 f"{method.name} {dict(method.settings)}; use from_state, which takes the method from the state"
             )
-        record = unpack_record(method, header, packed)
-        EvictingKVCache.__init__(self, method, true_queries=header["true_queries"])
-        self._state, self._offsets, self._batched = record, tuple(header["offsets"]), header["batched"]
+        EvictingKVCache.__init__(self, method, true_queries=true_queries)
+        self._rows, self._can_take_back = rows, can_take_back
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> Self:
@@ -148,21 +143,19 @@ class EvictingKVCache:
 
     def size(self) -> int:
         """Rows kept."""
-        return 0 if self._state is None else min(self._store.filled, self._store.most_kept)
+        return self._rows.kept
 
     def empty(self) -> bool:
-        return self._state is None
+        return self._rows.record is None
 
     @property
     def nbytes(self) -> int:
         """Bytes of every array held, preallocated room and the landing row included."""
-        return 0 if self._state is None else sum(leaf.nbytes for leaf in arrays(self._state))
+        return 0 if self._rows.record is None else sum(leaf.nbytes for leaf in arrays(self._rows.record))
 
     def is_trimmable(self) -> bool:
         """Whether `trim` is exact: nothing was evicted yet, or the method keeps rows aside for a rollback."""
-        if not self._method.static or self._state is None:
-            return False
-        return self._method.settings.get("rollback", 0) > 0 or max(self._offsets) <= self._store.budget
+        return self._method.static and self._rows.record is not None and (self._rollback > 0 or not self._has_evicted)
 
     def trim(self, n: int) -> int:
         """Take back the last n tokens; how many were. 0, with nothing changed, when that cannot be exact.
@@ -171,27 +164,23 @@ class EvictingKVCache:
         """
         if not self.is_trimmable():
             return 0
-        n = min(n, min(self._offsets))
-        evicted = max(self._offsets) > self._store.budget
-        if evicted and n > self._can_take_back:
-            raise ValueError(
-                f"cannot take back {n} tokens: rows have been evicted and {self._can_take_back} can be taken back; "
-                f"install with rollback={n} or more"
-            )
-        self._replace_store(batch.trim(dataclasses.replace(self._store, seen_by_all=min(self._offsets)), n))
-        self._offsets = tuple(offset - n for offset in self._offsets)
-        if evicted:
+        n = min(n, min(self._rows.offsets))
+        if self._has_evicted:
+            if n > self._can_take_back:
+                raise ValueError(
+                    f"cannot take back {n} tokens: rows have been evicted and {self._can_take_back} can be taken back; "
+                    f"install with rollback={n} or more"
+                )
             self._can_take_back -= n
-        self._view = None
+        self._rows, self._view = trimmed(self._rows, n), None
         return n
 
     @classmethod
     def merge(cls, caches: Sequence["EvictingKVCache"]) -> Self:
         """One batched cache with a row for each of `caches`, in order; they must share method and settings."""
-        merged = cls._of(caches[0]._method, caches[0]._true_queries)
-        merged._batched = True
-        merged._absorb(list(caches))
-        return merged
+        batched = cls._of(caches[0]._method, caches[0]._true_queries)
+        batched._absorb(caches)
+        return batched
 
     def extend(self, other: "EvictingKVCache") -> None:
         """Add the rows of `other` to this batch."""
@@ -200,29 +189,14 @@ class EvictingKVCache:
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep only these rows of the batch, in this order."""
         self._refuse_unobserved()
-        indices = [int(index) for index in batch_indices]
-        self._offsets = tuple(self._offsets[index] for index in indices)
-        if self._lengths is not None:
-            self._lengths = tuple(self._lengths[index] for index in indices)
-        self._view = None
-        if self._state is None:
-            return
-        self._state = batch.take(self._state, indices)
-        longest = max(batch.real_rows(self._store, offset) for offset in self._offsets)
-        if longest < self._store.filled:
-            self._replace_store(batch.narrow(self._store, min(longest, self._store.limit), ordered=not self._ragged))
+        self._rows, self._view = selected(self._rows, [int(index) for index in batch_indices]), None
 
-    def extract(self, idx: int) -> "EvictingKVCache":
+    def extract(self, idx: int) -> Self:
         """Row `idx` as an unbatched cache of its own."""
         self._refuse_unobserved()
         row = self._of(self._method, self._true_queries)
-        row._offsets = (self._offsets[idx],)
-        if self._state is None or self._offsets[idx] == 0:
-            return row
-        row._state = batch.take(self._state, [idx])
-        n_rows = min(batch.real_rows(self._store, self._offsets[idx]), self._store.limit)
-        row._replace_store(batch.narrow(row._store, n_rows, ordered=True))
-        row._know_offsets()
+        row._rows = extracted(self._rows, idx)
+        row._can_take_back = self._can_take_back
         return row
 
     def prepare(
@@ -239,16 +213,16 @@ class EvictingKVCache:
                 "every row; pad on the right and give lengths, as mlx_lm's batch generator does"
             )
         if lengths is not None and right_padding is not None and max(right_padding) > 0:
-            if len(lengths) != len(self._offsets):
-                raise ValueError(f"lengths has {len(lengths)} entries for a batch of {len(self._offsets)} rows")
-            self._lengths = tuple(lengths)
+            if len(lengths) != len(self._rows.offsets):
+                raise ValueError(f"lengths has {len(lengths)} entries for a batch of {len(self._rows.offsets)} rows")
+            self._rows = dataclasses.replace(self._rows, lengths=tuple(lengths))
 
     def finalize(self) -> None:
         """End of a padded prefill."""
-        self._lengths = None
+        self._rows = dataclasses.replace(self._rows, lengths=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A cache that goes on by itself; arrays are shared until they differ, since the state never changes."""
+        """A cache that goes on by itself; arrays are shared until they differ, since the rows never change in place."""
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__dict__)
         twin._view = None
@@ -263,34 +237,31 @@ class EvictingKVCache:
     @property
     def record(self) -> Any | None:
         """The method's own state, for `velox_fn.kv` and `velox_fn.kept_positions`; None before the first token."""
-        return self._state
+        return self._rows.record
 
     @property
     def tokens_seen(self) -> int:
         """Tokens passed to the first row of the batch."""
-        return self._offsets[0]
+        return self._rows.offsets[0]
 
     @property
     def tokens_kept(self) -> int:
         """Rows kept for the first row of the batch, first head."""
-        if self._state is None:
-            return 0
-        return min(batch.real_rows(self._store, self._offsets[0]), self._store.most_kept)
+        return 0 if self.empty() else min(self._rows.real_rows[0], self._rows.store.most_kept)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the kept rows, and of what the method holds beside them."""
-        return 0 if self._state is None else kept_bytes(self._state)
+        return 0 if self._rows.record is None else kept_bytes(self._rows.record)
 
     @property
     def full_seq_bytes(self) -> int:
         """Bytes that the rows of all tokens seen would take."""
-        if self._state is None:
+        if self.empty():
             return 0
-        keys, values = self._store.keys, self._store.values
+        keys, values, offsets = self._rows.store.keys, self._rows.store.values, self._rows.offsets
         row = keys.shape[1] * (keys.shape[3] * keys.itemsize + values.shape[3] * values.itemsize)
-        tokens = sum(self._offsets) if self._batched else self._offsets[0] * keys.shape[0]
-        return tokens * row
+        return row * (sum(offsets) if self._rows.batched else offsets[0] * keys.shape[0])
 
     @property
     def compression_ratio(self) -> float:
@@ -301,67 +272,33 @@ class EvictingKVCache:
 
     @classmethod
     def _of(cls, method: Eviction, true_queries: bool) -> Self:
-        cache = cls.__new__(cls)
+        cache = cls.__new__(cls)  # named forms are constructed from a config, which is not needed any more
         EvictingKVCache.__init__(cache, method, true_queries=true_queries)
         return cache
 
     @property
-    def _store(self) -> Store:
-        if self._state is None:
-            raise ValueError("this cache is empty")
-        store: Store = self._state.store
-        return store
+    def _rollback(self) -> int:
+        return int(self._method.settings.get("rollback", 0))
 
-    def _replace_store(self, store: Store) -> None:
-        self._state = dataclasses.replace(self._state, store=store)  # type: ignore[type-var]
+    @property
+    def _has_evicted(self) -> bool:
+        return max(self._rows.offsets) > self._rows.store.most_kept
 
-    def _know_offsets(self) -> None:
-        """Tell the record what only the host knows for certain after padded calls."""
-        seen = min(self._offsets)
-        warm_up = self._store.warm_up if seen < self._store.warm_up else 0
-        self._replace_store(dataclasses.replace(self._store, seen_by_all=seen, warm_up=warm_up))
-
-    def _empty_state(self, keys: mx.array, values: mx.array) -> Any:
+    def _empty_record(self, keys: mx.array, values: mx.array) -> Any:
         if keys.ndim != 4 or values.ndim != 4:
             raise ValueError(
                 f"keys must be [B,H,S,D] and values [B,H,S,D_v], got {tuple(keys.shape)} and {tuple(values.shape)}"
             )
         return self._method.init(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
 
-    def _real_tokens(self, n_tokens: int) -> tuple[int, ...]:
-        if self._lengths is None:
-            return (n_tokens,) * len(self._offsets)
-        return tuple(min(max(left, 0), n_tokens) for left in self._lengths)
-
-    @property
-    def _ragged(self) -> bool:
-        if self._state is None or not self._batched:
-            return False
-        return any(batch.real_rows(self._store, offset) < self._store.filled for offset in self._offsets)
-
-    def _absorb(self, caches: list["EvictingKVCache"]) -> None:
+    def _absorb(self, caches: Sequence["EvictingKVCache"]) -> None:
         for cache in caches:
             cache._refuse_unobserved()
             if not same_method(caches[0]._method, cache._method):
                 given = [f"{one._method.name} {dict(one._method.settings)}" for one in (caches[0], cache)]
                 raise ValueError(f"only caches of one method with one set of settings can share a batch, got {given}")
-        offsets = tuple(offset for cache in caches for offset in cache._offsets)
-        filled = [cache._state for cache in caches if cache._state is not None]
-        if filled:
-            keys, values = filled[0].store.keys, filled[0].store.values
-            states = [
-                cache._state
-                if cache._state is not None
-                else self._method.init(len(cache._offsets), keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-                for cache in caches
-            ]
-            self._state = batch.merge(states)
-        lengths = [length for cache in caches for length in cache._lengths or ()]
-        self._offsets, self._batched, self._view = offsets, True, None
-        self._lengths = tuple(lengths) if len(lengths) == len(offsets) else None
         self._can_take_back = min(cache._can_take_back for cache in caches)
-        if filled:
-            self._know_offsets()
+        self._rows, self._view = merged([cache._rows for cache in caches], self._method), None
 
     def _refuse_unobserved(self) -> None:
         if self._unobserved is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from velox_cache.sequences import Sequences
 from velox_fn.eviction import Eviction
 from velox_fn.records import arrays, statics, with_arrays, with_statics
 from velox_fn.registry import method_factory
@@ -32,9 +33,7 @@ def same_method(one: Eviction, other: Eviction) -> bool:
     return alike and params_digest(one) == params_digest(other)
 
 
-def pack_state(
-    method: Eviction, state: Any | None, offsets: Sequence[int], batched: bool, true_queries: bool
-) -> tuple[Any, ...]:
+def pack_state(method: Eviction, rows: Sequences, true_queries: bool, can_take_back: int) -> tuple[Any, ...]:
     """Everything needed to go on: header, the method's parameters, and the record's arrays once there are rows."""
     header = {
         "format": FORMAT_VERSION,
@@ -42,16 +41,31 @@ def pack_state(
         "settings": dict(method.settings),
         "params": list(method.params),
         "digest": params_digest(method),
-        "offsets": list(offsets),
-        "batched": batched,
+        "offsets": rows.offsets,
+        "batched": rows.batched,
+        "lengths": rows.lengths,
         "true_queries": true_queries,
-        "record": None if state is None else statics(state),
+        "can_take_back": can_take_back,
+        "record": None if rows.record is None else statics(rows.record),
     }
-    leaves = [] if state is None else arrays(state)
+    leaves = [] if rows.record is None else arrays(rows.record)
     return (json.dumps(header), *method.params.values(), *leaves)
 
 
-def unpack_header(packed: Sequence[Any]) -> dict[str, Any]:
+def unpack_state(packed: Sequence[Any]) -> tuple[Eviction, Sequences, bool, int]:
+    """The arguments of `pack_state` again. Raises ValueError when `packed` is not what it made."""
+    header = _header(packed)
+    method = _method(header, packed)
+    rows = Sequences(
+        record=_record(method, header, packed),
+        offsets=tuple(header["offsets"]),
+        batched=header["batched"],
+        lengths=None if header["lengths"] is None else tuple(header["lengths"]),
+    )
+    return method, rows, header["true_queries"], header["can_take_back"]
+
+
+def _header(packed: Sequence[Any]) -> dict[str, Any]:
     """The header of a packed cache. Raises ValueError when it is not one of ours or of a newer format."""
     try:
         header = json.loads(packed[0])
@@ -63,7 +77,7 @@ def unpack_header(packed: Sequence[Any]) -> dict[str, Any]:
     return dict(header)
 
 
-def unpack_method(header: dict[str, Any], packed: Sequence[Any]) -> Eviction:
+def _method(header: dict[str, Any], packed: Sequence[Any]) -> Eviction:
     """The method that made a packed cache, with its settings and parameters."""
     names = header["params"]
     params = dict(zip(names, packed[1 : 1 + len(names)], strict=True))
@@ -73,7 +87,7 @@ def unpack_method(header: dict[str, Any], packed: Sequence[Any]) -> Eviction:
     return method
 
 
-def unpack_record(method: Eviction, header: dict[str, Any], packed: Sequence[Any]) -> Any | None:
+def _record(method: Eviction, header: dict[str, Any], packed: Sequence[Any]) -> Any | None:
     """The method's record, or None for a cache that has seen nothing."""
     fields = header["record"]
     if fields is None:
