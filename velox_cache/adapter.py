@@ -11,7 +11,7 @@ from velox_cache.masks import causal_array, ragged_mask
 from velox_cache.sequences import Sequences, extracted, merged, selected, trimmed
 from velox_fn.eviction import Eviction, kept_bytes
 from velox_fn.records import arrays
-from velox_fn.store import View
+from velox_fn.rows import View
 
 
 class MissingQueriesError(ValueError):

@@ -9,11 +9,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from velox_cache.adapter import EvictingKVCache
+from velox_cache.adapter import EvictingKVCache, MissingQueriesError
 from velox_cache.builder import layer_filters
+from velox_cache.layer_budgets import Budgets, SoloKVCache, layer_budgets
 from velox_cache.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.qfilters_artifact import QFiltersCalibration, load_qfilters
-from velox_cache.query_tap import QueryTap
+from velox_cache.query_tap import QueryTap, flat_caches, model_type
 from velox_fn import checks
 from velox_fn.eviction import Eviction
 from velox_fn.registry import method_factory
@@ -26,7 +27,7 @@ class InstallReport:
     """What `install` did, layer by layer."""
 
     method: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # "budget" is a list, one entry per bounded layer, where layers have their own
     layers: tuple[LayerPlan, ...]
 
     def __str__(self) -> str:
@@ -46,11 +47,14 @@ class InstalledCaches:
     model: nn.Module
     plan: tuple[LayerPlan, ...]
     methods: Mapping[int, Eviction]
+    cache_class: type[EvictingKVCache]
     tap: QueryTap | None
 
     def __call__(self) -> list[Any]:
         return make_caches(
-            self.model, self.plan, lambda layer: EvictingKVCache(self.methods[layer], true_queries=self.tap is not None)
+            self.model,
+            self.plan,
+            lambda layer: self.cache_class(self.methods[layer], true_queries=self.tap is not None),
         )
 
 
@@ -58,19 +62,22 @@ def install(
     model: nn.Module,
     method: str = "qfilters",
     *,
+    budget: int | Budgets | None = None,
     filters: Filters | None = None,
     queries: str = "true",
     **settings: Any,
 ) -> InstallReport:
     """Make `model` use evicting caches wherever mlx_lm asks it for a prompt cache.
 
-    settings: the arguments of the method's factory, such as budget, n_sink, recent. `recent` defaults to a quarter of
-    the budget here, since without it next-token prediction loses the tokens it needs most. filters: for Q-Filters, a
-    calibration or the path of one. queries: for methods that score by attention, "true" taps the model's own queries,
-    "proxy" lets the incoming keys stand in.
+    budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
+    layer its own, for one sequence at a time (`layer_budgets`). settings: the other arguments of the method's factory,
+    such as n_sink, recent. `recent` defaults to a quarter of the budget here, since without it next-token prediction
+    loses the tokens it needs most. filters: for Q-Filters, a calibration or the path of one. queries: for methods that
+    score by attention, "true" taps the model's own queries, "proxy" lets the incoming keys stand in.
 
     Only layers with a plain full-attention cache are bounded; the report says what happened to each. A second install
-    replaces the first; `uninstall` undoes it.
+    replaces the first; `uninstall` undoes it. With true queries the model runs once, on two tokens, to see that each
+    bounded layer shows its queries.
 
     Raises ValueError when the method or a setting is unknown or cannot work, when filters do not fit the model, when no
     layer can be bounded, or when true queries are asked for and the model's attention cannot be tapped.
@@ -80,22 +87,28 @@ def install(
     if not any(entry.bounded for entry in plan):
         raise ValueError(f"no layer of this model can be bounded: {'; '.join({entry.reason for entry in plan})}")
     factory = method_factory(method)
-    arguments = _with_default_recent(factory, _checked(factory, method, settings))
+    _check_names(factory, method, settings)
+    own_budgets = None if budget is None or isinstance(budget, int) else layer_budgets(model, plan, budget)
     calibration = load_qfilters(filters) if isinstance(filters, str | os.PathLike) else filters
     methods = {}
     for entry in plan:
         if entry.bounded:
-            params: dict[str, mx.array] = {}
-            if calibration is not None:
-                params["filters"] = layer_filters(calibration, entry.layer)
+            layer_budget = budget if own_budgets is None else own_budgets[entry.layer]
+            arguments = settings if layer_budget is None else {"budget": layer_budget, **settings}
+            params = {} if calibration is None else {"filters": layer_filters(calibration, entry.layer)}
             layer = {"layer": entry.layer} if "layer" in inspect.signature(factory).parameters else {}
-            methods[entry.layer] = factory(**arguments, **params, **layer)
+            methods[entry.layer] = factory(**_with_default_recent(factory, arguments), **params, **layer)
             check_filter_layout(model, entry.layer, methods[entry.layer])
     uninstall(model)
     any_method = next(iter(methods.values()))
     tap = QueryTap(model).install() if any_method.needs_queries and queries == "true" else None
-    model.make_cache = InstalledCaches(model, plan, methods, tap)
-    return InstallReport(any_method.name, any_method.settings, plan)
+    cache_class = EvictingKVCache if own_budgets is None else SoloKVCache
+    installed = InstalledCaches(model, plan, methods, cache_class, tap)
+    if tap is not None:
+        _probe_queries(installed, tap)
+    model.make_cache = installed
+    shown = {**any_method.settings, **({} if own_budgets is None else {"budget": list(own_budgets.values())})}
+    return InstallReport(any_method.name, shown, plan)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -107,20 +120,42 @@ def uninstall(model: nn.Module) -> None:
         del model.__dict__["make_cache"]
 
 
-def _checked(factory: Any, method: str, settings: dict[str, Any]) -> dict[str, Any]:
+def _probe_queries(installed: InstalledCaches, tap: QueryTap) -> None:
+    """ValueError, with the tap removed, unless a call of the model shows every bounded layer its queries."""
+    caches = installed()
+    installed.model(mx.array([[0, 1]]), cache=caches)
+    unseen = []
+    for entry, cache in zip(installed.plan, caches, strict=True):
+        try:
+            mx.eval([part.state for part in flat_caches([cache]) if isinstance(part, EvictingKVCache)])
+        except MissingQueriesError:
+            unseen.append(entry.layer)
+    if unseen:
+        tap.remove()
+        raise ValueError(
+            f"model type {model_type(installed.model)!r} computes the attention of layers {unseen} by hand, where its "
+            "queries cannot be seen; use queries='proxy', or a method that needs no queries, such as qfilters"
+        )
+
+
+def _check_names(factory: Any, method: str, settings: Mapping[str, Any]) -> None:
     known = [name for name in inspect.signature(factory).parameters if name not in ("filters", "layer")]
-    for name in settings:
+    for name, value in settings.items():
+        if name == "rollback" and name not in known:
+            raise ValueError(
+                f"rollback={value} cannot work with {method}: its scores accumulate with every query, so tokens "
+                "that are taken back have already changed them; use a method that scores a row once, such as qfilters"
+            )
         if name not in known:
             raise ValueError(f"{method} has no setting {name!r}; its settings are {', '.join(known)}")
-    return dict(settings)
 
 
-def _with_default_recent(factory: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def _with_default_recent(factory: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = inspect.signature(factory).parameters
-    if "recent" not in parameters or "recent" in settings:
+    if "recent" not in parameters or "recent" in settings or "budget" not in parameters:
         return settings
     budget = settings.get("budget", parameters["budget"].default)
-    n_sink = settings.get("n_sink", parameters["n_sink"].default)
+    n_sink = settings.get("n_sink", parameters["n_sink"].default if "n_sink" in parameters else 0)
     if not all(isinstance(value, int) for value in (budget, n_sink)):
         return settings  # the factory says what is wrong
     return {**settings, "recent": max(0, min(budget // 4, budget - n_sink - 1))}

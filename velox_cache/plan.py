@@ -1,7 +1,9 @@
 """Which layers of a model get an evicting cache, and why the others do not."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -9,6 +11,12 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from velox_cache.adapter import EvictingKVCache
 from velox_fn.eviction import Eviction
+
+_OTHERS = {
+    "RotatingKVCache": "a sliding window bounds itself",
+    "ChunkedKVCache": "chunked attention bounds itself",
+    "ArraysCache": "a recurrent state has a fixed size and no rows",
+}
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,9 @@ def plain_caches(model: nn.Module) -> list[Any]:
 
 def plan_layers(model: nn.Module) -> tuple[LayerPlan, ...]:
     """What `install` would do, entry by entry of the model's prompt cache."""
-    refusal = _refusal(model)
-    return tuple(_plan(layer, cache, refusal) for layer, cache in enumerate(plain_caches(model)))
+    caches = plain_caches(model)
+    refusal = _refusal(model, caches)
+    return tuple(_plan(layer, cache, refusal) for layer, cache in enumerate(caches))
 
 
 def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callable[[int], EvictingKVCache]) -> list[Any]:
@@ -57,6 +66,19 @@ def check_filter_layout(model: nn.Module, layer: int, method: Eviction) -> None:
         )
 
 
+def asks_for_mask_arrays(model: nn.Module) -> bool:
+    """Whether a module of the model builds its mask with `return_array=True`: an array fits one row count only."""
+    files = {_source_file(type(module)) for module in model.modules()} - {None}
+    return any("return_array=True" in Path(str(file)).read_text() for file in files)
+
+
+def _source_file(cls: type) -> str | None:
+    try:
+        return inspect.getsourcefile(cls.__call__)
+    except (OSError, TypeError):  # built in, or not a callable of its own
+        return None
+
+
 def _bounded(cache: Any, layer: int, make_cache: Callable[[int], EvictingKVCache]) -> Any:
     if isinstance(cache, CacheList):
         return CacheList(*(_bounded(part, layer, make_cache) for part in cache.caches))
@@ -65,18 +87,36 @@ def _bounded(cache: Any, layer: int, make_cache: Callable[[int], EvictingKVCache
 
 def _plan(layer: int, cache: Any, refusal: str | None) -> LayerPlan:
     name = type(cache).__name__
-    parts = list(cache.caches) if isinstance(cache, CacheList) else [cache]
+    parts = _parts(cache)
+    if isinstance(cache, CacheList):
+        name = f"{name}({', '.join(type(part).__name__ for part in parts)})"
     if not any(type(part) is KVCache for part in parts):
-        return LayerPlan(layer, name, False, f"{name} is not a plain full-attention cache; left as the model made it")
+        kinds = dict.fromkeys(_OTHERS.get(type(part).__name__, "not a plain full-attention cache") for part in parts)
+        return LayerPlan(layer, name, False, f"{'; '.join(kinds)}: left as the model made it")
     if refusal is not None:
         return LayerPlan(layer, name, False, refusal)
     return LayerPlan(layer, name, True, "full attention")
 
 
-def _refusal(model: nn.Module) -> str | None:
-    """Why no layer of this model can be bounded rightly, if that is so."""
-    if any(hasattr(module, "embed_q") for module in model.modules()):
+def _parts(cache: Any) -> list[Any]:
+    return list(cache.caches) if isinstance(cache, CacheList) else [cache]
+
+
+def _refusal(model: nn.Module, caches: Sequence[Any]) -> str | None:
+    """Why no full-attention layer of this model can be bounded rightly, if that is so.
+
+    It is all of them or none: a model builds one mask for its full-attention layers from one of their caches.
+    """
+    modules = list(model.modules())
+    if any(sum(type(part) is KVCache for part in _parts(cache)) > 1 for cache in caches):
+        return (
+            "a layer has several caches whose rows mirror each other (an indexer that picks rows of the other by their "
+            "place, or two attentions in one layer); evicting from each by itself would break the match"
+        )
+    if any("embed_q" in module for module in modules):
         return (
             "keys and values are cached as one latent (MLA), from which eviction by key and value rows is not defined"
         )
+    if any(getattr(module, "block_sparse", False) for module in modules):
+        return "attention picks blocks of rows by their place (block-sparse), which evictions shift"
     return None
