@@ -6,7 +6,8 @@ import mlx.core as mx
 
 from velox_fn import select
 from velox_fn.records import record
-from velox_fn.store import Rows, Store, used_rows
+from velox_fn.rows import Rows
+from velox_fn.store import Store, used_rows
 
 _QUERIES_AT_ONCE = 256  # bounds the weights held at a time to [B, H_q, 256, n]
 _MASKED = -1e30  # finite, so that a query that sees nothing has no NaN

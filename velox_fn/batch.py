@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from velox_fn import select
-from velox_fn.store import Rows, Store, gather_rows, kept_rows, temporal_keys, used_rows
+from velox_fn.rows import Rows, in_temporal_order
+from velox_fn.store import Store, kept_rows, used_rows
 
 _State = TypeVar("_State")
 
@@ -70,7 +71,7 @@ def trim(store: Store, n_tokens: int) -> Store:
     taken_back = positions >= offset[:, None, None]
     rows = dataclasses.replace(rows, ranks=mx.where(taken_back, select.PADDING, rows.ranks))
     if not store.ordered:
-        rows = gather_rows(rows, mx.argsort(temporal_keys(rows.ranks), axis=-1))
+        rows = in_temporal_order(rows)
     filled = store.filled - n_tokens
     return dataclasses.replace(
         store,

@@ -11,12 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from velox_fn import select
-from velox_fn import store as rows
+from velox_fn import landing, select
 from velox_fn.attention import Observed
 from velox_fn.eviction import Eviction, Init, Observation
 from velox_fn.records import arrays, record
-from velox_fn.store import Rows, Store, View
+from velox_fn.rows import Rows, View, arriving_positions
+from velox_fn.store import Store, check_block
 
 
 @record
@@ -29,10 +29,10 @@ class DynamicState:
 def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None) -> tuple[Any, View]:
     """Let a block in, its rows at score 0: nothing is evicted but the dead row whose place a single token takes."""
     store = state.store
-    rows.check_block(store, keys, values)
-    positions = rows.arriving_positions(store.offset, keys.shape[2], valid)
+    check_block(store, keys, values)
+    positions = arriving_positions(store.offset, keys.shape[2], valid)
     ranks = select.arrival_ranks(mx.zeros(keys.shape[:3], mx.float32), keys, values, positions, store.n_sink)
-    landed, view = rows.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
+    landed, view = landing.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     return dataclasses.replace(state, store=landed), view
 
 
@@ -45,7 +45,7 @@ def rescore(store: Store, observed: Observed, scores: mx.array) -> Store:
     scores = mx.where(mx.isfinite(observed.scores), scores, observed.scores)
     ranks = select.pack_ranks(scores, observed.positions)
     rescored = dataclasses.replace(store, keys=observed.rows.keys, values=observed.rows.values, ranks=ranks)
-    return rows.settle(rescored, observed.query_positions.shape[1])
+    return landing.settle(rescored, observed.query_positions.shape[1])
 
 
 def dynamic_eviction(

@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from velox_fn import select
 from velox_fn.records import arrays
-from velox_fn.store import Store, View, kept_rows
+from velox_fn.rows import View
+from velox_fn.store import Store, kept_rows
 
 
 class State(Protocol):

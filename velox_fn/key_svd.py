@@ -1,6 +1,14 @@
-"""The filter direction that is left when there are no query activations: from the keys themselves."""
+"""The key-SVD fallback: the filter direction that is left when there are no query activations."""
+
+import dataclasses
 
 import mlx.core as mx
+
+from velox_fn import select
+from velox_fn.landing import land, settle, tied
+from velox_fn.rows import Rows, View, arriving_positions, gather_rows, in_temporal_order, temporal_order
+from velox_fn.static import Score
+from velox_fn.store import Store, check_block, used_rows
 
 
 def estimate_filter_dir(keys: mx.array) -> mx.array:
@@ -31,3 +39,73 @@ def estimate_filter_dir(keys: mx.array) -> mx.array:
         leading = axes[..., -1]  # eigh sorts ascending
         largest = mx.take_along_axis(leading, mx.abs(leading).argmax(-1, keepdims=True), axis=-1)
         return mx.where(largest < 0, -leading, leading).astype(mx.float32)
+
+
+def warm_up(
+    store: Store,
+    filters: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    valid: mx.array | None,
+    score: Score,
+    calib_tokens: int,
+) -> tuple[Store, mx.array, View]:
+    """One update of the fallback until every sequence has its filter.
+
+    A filter float32 [B,H,D] is estimated from exactly a sequence's first `calib_tokens` keys, so that it does not depend
+    on how they were split into calls; all stored rows are then scored and the store is cut down to its budget. A ragged
+    batch freezes row by row: until the last one has, rows that froze earlier give up what exceeds the budget by turning
+    it into padding.
+    """
+    check_block(store, keys, values)
+    n_tokens = keys.shape[2]
+    positions = arriving_positions(store.offset, n_tokens, valid)
+    unscored = mx.zeros(keys.shape[:3], mx.float32)
+    ranks = select.arrival_ranks(unscored, keys, values, positions, store.n_sink)
+    landed, view = land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
+    if landed.filled >= calib_tokens:
+        ready = landed.offset >= calib_tokens
+        fresh = ready & (store.offset < calib_tokens)
+        filters = mx.where(fresh[:, None, None], _estimate(landed, calib_tokens), filters)
+        landed = _rescored(landed, filters, score)
+        if landed.seen_by_all >= calib_tokens:
+            landed = dataclasses.replace(landed, warm_up=0)
+        else:
+            landed = _within_budget(settle(landed, n_tokens), ready)
+    settled = settle(landed, n_tokens)
+    keys_view, values_view = mx.depends(list(tied(view, settled)), [filters])
+    return settled, filters, (keys_view, values_view)
+
+
+def _estimate(store: Store, calib_tokens: int) -> mx.array:
+    used = used_rows(store)
+    first = temporal_order(used.ranks)[..., :calib_tokens]
+    return estimate_filter_dir(gather_rows(used, first).keys)
+
+
+def _rescored(store: Store, filters: mx.array, score: Score) -> Store:
+    used = used_rows(store)
+    positions = select.rank_positions(used.ranks)
+    scores = score(used.keys, used.values, positions, (filters,))
+    ranks = select.arrival_ranks(scores, used.keys, used.values, positions, store.n_sink)
+    return dataclasses.replace(store, keys=used.keys, values=used.values, ranks=ranks)
+
+
+def _within_budget(store: Store, ready: mx.array) -> Store:
+    """`store` with all but the best `budget` rows of each `ready` sequence turned into padding, which comes last.
+
+    Every head then has its padding at the same rows, as one mask for all heads needs.
+    """
+    surplus = store.filled - store.budget
+    if surplus <= 0:
+        return store
+    used = used_rows(store)
+    ranks = select.competing_ranks(used.ranks, store.offset, store.recent)
+    lost = ready[:, None, None] & (ranks < mx.partition(ranks, surplus, axis=-1)[..., surplus, None])
+    demoted = Rows(
+        keys=mx.where(lost[..., None], 0, used.keys),
+        values=mx.where(lost[..., None], 0, used.values),
+        ranks=mx.where(lost, select.PADDING, used.ranks),
+    )
+    kept = in_temporal_order(demoted)
+    return dataclasses.replace(store, keys=kept.keys, values=kept.values, ranks=kept.ranks, ordered=False)

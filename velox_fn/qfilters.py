@@ -17,14 +17,14 @@ from types import MappingProxyType
 import mlx.core as mx
 
 from metal_src import qfilters_score
-from velox_fn import checks, select
-from velox_fn import store as rows
+from velox_fn import checks
 from velox_fn.eviction import Eviction
 from velox_fn.fused_evict import resolve_metal
-from velox_fn.key_svd import estimate_filter_dir
+from velox_fn.key_svd import warm_up
 from velox_fn.records import record
+from velox_fn.rows import View
 from velox_fn.static import Params, Score, per_row, static_update
-from velox_fn.store import Rows, Store, View
+from velox_fn.store import Store, init_store
 
 
 @record
@@ -66,7 +66,7 @@ def qfilters_init(
     """
     checks.one_of("sign", sign, (1, -1))
     checks.whole_number("calib_tokens", calib_tokens, 2)
-    store = rows.init_store(
+    store = init_store(
         batch,
         n_kv_heads,
         head_dim,
@@ -105,10 +105,12 @@ def qfilters_update(
 
     Raises ValueError when the block does not fit the state.
     """
-    if not state.frozen:
-        return _warm_up(state, keys, values, valid)
-    store, view = static_update(state.store, keys, values, _score(state), (state.filters,), valid)
-    return dataclasses.replace(state, store=store), view
+    score = _SCORES[state.store.metal, state.sign]
+    if state.frozen:
+        store, view = static_update(state.store, keys, values, score, (state.filters,), valid)
+        return dataclasses.replace(state, store=store), view
+    store, filters, view = warm_up(state.store, state.filters, keys, values, valid, score, state.calib_tokens)
+    return dataclasses.replace(state, store=store, filters=filters), view
 
 
 def qfilters(
@@ -164,10 +166,6 @@ def qfilters(
     return Eviction(init, qfilters_update, "qfilters", settings, {} if filters is None else {"filters": filters})
 
 
-def _score(state: QFiltersState) -> Score:
-    return _SCORES[state.store.metal, state.sign]
-
-
 def _projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
     # Not a matrix product: its order of summation may depend on the number of rows, and then so would the kept set.
     return (keys.astype(mx.float32) * params[0][:, :, None]).sum(-1)
@@ -195,66 +193,3 @@ _SCORES: Mapping[tuple[bool, int], Score] = MappingProxyType(
         (True, -1): _negated(_metal_projection),
     }
 )
-
-
-def _warm_up(
-    state: QFiltersState, keys: mx.array, values: mx.array, valid: mx.array | None
-) -> tuple[QFiltersState, View]:
-    """The fallback until every sequence has its filter: estimated from exactly its first `calib_tokens` keys.
-
-    A ragged batch freezes row by row. Until the last one has, rows that froze earlier give up what exceeds the budget
-    by turning it into padding.
-    """
-    rows.check_block(state.store, keys, values)
-    store, n_tokens = state.store, keys.shape[2]
-    positions = rows.arriving_positions(store.offset, n_tokens, valid)
-    unscored = mx.zeros(keys.shape[:3], mx.float32)
-    ranks = select.arrival_ranks(unscored, keys, values, positions, store.n_sink)
-    landed, view = rows.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
-    filters = state.filters
-    if landed.filled >= state.calib_tokens:
-        ready = landed.offset >= state.calib_tokens
-        fresh = ready & (store.offset < state.calib_tokens)
-        filters = mx.where(fresh[:, None, None], _estimate(landed, state.calib_tokens), filters)
-        landed = _rescored(landed, filters, _score(state))
-        if landed.seen_by_all >= state.calib_tokens:
-            landed = dataclasses.replace(landed, warm_up=0)
-        else:
-            landed = _within_budget(rows.settle(landed, n_tokens), ready)
-    settled = rows.settle(landed, n_tokens)
-    keys_view, values_view = mx.depends(list(rows.tied(view, settled)), [filters])
-    return dataclasses.replace(state, store=settled, filters=filters), (keys_view, values_view)
-
-
-def _estimate(store: Store, calib_tokens: int) -> mx.array:
-    used = rows.used_rows(store)
-    first = mx.argsort(rows.temporal_keys(used.ranks), axis=-1)[..., :calib_tokens]
-    return estimate_filter_dir(rows.gather_rows(used, first).keys)
-
-
-def _rescored(store: Store, filters: mx.array, score: Score) -> Store:
-    used = rows.used_rows(store)
-    positions = select.rank_positions(used.ranks)
-    scores = score(used.keys, used.values, positions, (filters,))
-    ranks = select.arrival_ranks(scores, used.keys, used.values, positions, store.n_sink)
-    return dataclasses.replace(store, keys=used.keys, values=used.values, ranks=ranks)
-
-
-def _within_budget(store: Store, ready: mx.array) -> Store:
-    """`store` with all but the best `budget` rows of each `ready` sequence turned into padding, which comes last.
-
-    Every head then has its padding at the same rows, as one mask for all heads needs.
-    """
-    surplus = store.filled - store.budget
-    if surplus <= 0:
-        return store
-    used = rows.used_rows(store)
-    ranks = select.competing_ranks(used.ranks, store.offset, store.recent)
-    lost = ready[:, None, None] & (ranks < mx.partition(ranks, surplus, axis=-1)[..., surplus, None])
-    demoted = Rows(
-        keys=mx.where(lost[..., None], 0, used.keys),
-        values=mx.where(lost[..., None], 0, used.values),
-        ranks=mx.where(lost, select.PADDING, used.ranks),
-    )
-    kept = rows.gather_rows(demoted, mx.argsort(rows.temporal_keys(demoted.ranks), axis=-1))
-    return dataclasses.replace(store, keys=kept.keys, values=kept.values, ranks=kept.ranks, ordered=False)

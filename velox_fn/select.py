@@ -64,7 +64,7 @@ def competing_ranks(ranks: mx.array, offset: mx.array, recent: int) -> mx.array:
     """
     if recent == 0:
         return ranks
-    first_recent = (offset - recent).astype(mx.int64)[:, None, None]
+    first_recent = mx.maximum(offset - recent, 0).astype(mx.int64)[:, None, None]  # below 0 stands padding
     return mx.where((ranks & _LOW_BITS) <= _MAX_POSITION - first_recent, _PROTECTED, ranks)
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn import checks
-from velox_fn import store as rows
 from velox_fn.eviction import Eviction
 from velox_fn.fused_evict import resolve_metal
+from velox_fn.landing import land, overwrite_victim, settle, tied
 from velox_fn.records import record
+from velox_fn.rows import Rows, View, arriving_positions
 from velox_fn.select import arrival_ranks
-from velox_fn.store import Rows, Store, View
+from velox_fn.store import Store, check_block, init_store, overwrites
 
 Params = tuple[mx.array, ...]
 Score = Callable[[mx.array, mx.array, mx.array, Params], mx.array]
@@ -42,9 +43,9 @@ def static_update(
     valid: mx.array | None = None,
 ) -> tuple[Store, View]:
     """Take a block in and evict down to the budget."""
-    rows.check_block(store, keys, values)
+    check_block(store, keys, values)
     n_tokens = keys.shape[2]
-    if valid is None and rows.overwrites(store, n_tokens):
+    if valid is None and overwrites(store, n_tokens):
         step = _compiled_step(score, store.n_sink, store.recent)
         k, v, ranks, offset = step(store.keys, store.values, store.ranks, store.offset, keys, values, *params)
         seen = store.seen_by_all + 1
@@ -52,11 +53,11 @@ def static_update(
             store, keys=k, values=v, ranks=ranks, offset=offset, ordered=False, seen_by_all=seen
         )
         return store, (k, v)
-    positions = rows.arriving_positions(store.offset, n_tokens, valid)
+    positions = arriving_positions(store.offset, n_tokens, valid)
     ranks = arrival_ranks(score(keys, values, positions, params), keys, values, positions, store.n_sink)
-    landed, view = rows.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
-    settled = rows.settle(landed, n_tokens)
-    return settled, rows.tied(view, settled)
+    landed, view = land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
+    settled = settle(landed, n_tokens)
+    return settled, tied(view, settled)
 
 
 @functools.cache
@@ -69,7 +70,7 @@ def _compiled_step(score: Score, n_sink: int, recent: int) -> Callable[..., tupl
         positions = offset[:, None, None]
         arriving = arrival_ranks(score(k, v, positions, params), k, v, positions, n_sink)
         block = Rows(keys=k, values=v, ranks=arriving)
-        keys, values, ranks = rows.overwrite_victim(keys, values, ranks, offset, block, recent)
+        keys, values, ranks = overwrite_victim(keys, values, ranks, offset, block, recent)
         offset = offset + 1
         keys, values = mx.depends([keys, values], [ranks, offset])
         return keys, values, ranks, offset
@@ -100,9 +101,7 @@ def static_eviction(
     def init(
         batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
     ) -> StaticState:
-        store = rows.init_store(
-            batch, n_kv_heads, head_dim, value_dim, dtype, **limits, use_metal_kernels=use_metal_kernels
-        )
+        store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, **limits, use_metal_kernels=use_metal_kernels)
         return StaticState(store=store, params=tuple(per_row(array, batch) for array in params.values()))
 
     def update(

@@ -1,0 +1,122 @@
+"""How a block enters a store, and how what exceeds the budget leaves it."""
+
+import dataclasses
+
+import mlx.core as mx
+
+from velox_fn import select
+from velox_fn.fused_evict import evict_rows
+from velox_fn.rows import Rows, View, in_temporal_order
+from velox_fn.store import Store, overwrites, seen_rows, used_rows
+
+_GROWTH = 256  # rows; the step in which mlx_lm's own caches grow
+
+
+def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View]:
+    """Let a block of S tokens in, without evicting: what it may attend to is the view.
+
+    For S = 1 over budget the dead row is overwritten and the view is the physical rows. Otherwise the view is the kept
+    rows followed by the block, and the new store may stand over its limit until `settle`. `valid` int32 [B]: real
+    tokens of each row; the rest is padding and is zeroed, so that no NaN of it reaches attention through a mask.
+    """
+    n_tokens = block.keys.shape[2]
+    offset = store.offset + (n_tokens if valid is None else valid)
+    if valid is None:
+        store = dataclasses.replace(store, seen_by_all=store.seen_by_all + n_tokens)
+    else:
+        real = (select.rank_positions(block.ranks) >= 0)[..., None]
+        block = dataclasses.replace(block, keys=mx.where(real, block.keys, 0), values=mx.where(real, block.values, 0))
+        store = dataclasses.replace(store, ordered=False)
+    if overwrites(store, n_tokens):
+        keys, values, ranks = overwrite_victim(store.keys, store.values, store.ranks, store.offset, block, store.recent)
+        return dataclasses.replace(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False), (
+            keys,
+            values,
+        )
+    seen = seen_rows(store, n_tokens)
+    if store.filled > store.limit:  # the dead row leaves before a block
+        store = dataclasses.replace(
+            store, keys=seen.keys, values=seen.values, ranks=seen.ranks, filled=store.limit, ordered=True
+        )
+    landed = append(store, block, offset)
+    if store.filled <= store.most_kept:
+        rows = used_rows(landed)
+        return landed, (rows.keys, rows.values)
+    return landed, (_joined(seen.keys, block.keys, 0), _joined(seen.values, block.values, 0))
+
+
+def overwrite_victim(
+    keys: mx.array, values: mx.array, ranks: mx.array, offset: mx.array, block: Rows, recent: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Put a one-token block in the place of the row that loses. Arrays only, so that a whole step can be compiled.
+
+    MLX reuses a buffer that nobody else holds, so this writes one row; it copies when the old state is still held.
+    """
+    index = select.victim(select.competing_ranks(ranks, offset, recent))
+    return (
+        mx.put_along_axis(keys, index[..., None], block.keys, axis=2),
+        mx.put_along_axis(values, index[..., None], block.values, axis=2),
+        mx.put_along_axis(ranks, index, block.ranks, axis=2),
+    )
+
+
+def append(store: Store, block: Rows, offset: mx.array) -> Store:
+    """`store` with the block after its used rows, in room that is there or in new room."""
+    n_tokens = block.keys.shape[2]
+    filled = store.filled + n_tokens
+    if filled <= store.keys.shape[2]:
+        grown = [
+            _written(target, rows, store.filled)
+            for target, rows in (
+                (store.keys, block.keys),
+                (store.values, block.values),
+                (store.ranks, block.ranks),
+            )
+        ]
+    else:
+        room = min(-(-filled // _GROWTH) * _GROWTH, store.limit + 1) - filled
+        used = used_rows(store)
+        grown = [
+            _joined(old, new, room)
+            for old, new in ((used.keys, block.keys), (used.values, block.values), (used.ranks, block.ranks))
+        ]
+    keys, values, ranks = grown
+    return dataclasses.replace(store, keys=keys, values=values, ranks=ranks, offset=offset, filled=filled)
+
+
+def _written(target: mx.array, rows: mx.array, start: int) -> mx.array:
+    written = mx.array(target)  # a second handle: the assignment below rebinds it and leaves `target` alone
+    written[:, :, start : start + rows.shape[2]] = rows
+    return written
+
+
+def _joined(old: mx.array, new: mx.array, room: int) -> mx.array:
+    parts = [old, new] if old.shape[2] else [new]
+    if room > 0:
+        shape = (*new.shape[:2], room, *new.shape[3:])
+        parts.append(mx.zeros(shape, new.dtype))
+    return mx.concatenate(parts, axis=2) if len(parts) > 1 else new
+
+
+def settle(store: Store, n_tokens: int) -> Store:
+    """A store that S tokens have landed on, cut down to its limit under the selection rule, survivors in row order.
+
+    After a single token one row more may stay: it is the dead row that the next token overwrites.
+    """
+    if store.filled <= store.limit or overwrites(store, n_tokens):
+        return store
+    rows = used_rows(store)
+    if store.metal and not store.ordered:
+        rows = in_temporal_order(rows)
+    competing = select.competing_ranks(rows.ranks, store.offset, store.protected)
+    keys, values, ranks = evict_rows(rows.keys, rows.values, rows.ranks, competing, store.limit, metal=store.metal)
+    return dataclasses.replace(store, keys=keys, values=values, ranks=ranks, filled=store.limit)
+
+
+def tied(view: View, store: Store) -> View:
+    """`view`, made to depend on what of the store it does not show.
+
+    mlx_lm evaluates tokens only; an array that no token depends on would keep a graph that grows with every call.
+    """
+    keys, values = mx.depends(list(view), [store.keys, store.values, store.ranks, store.offset])
+    return keys, values
