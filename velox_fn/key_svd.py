@@ -52,10 +52,10 @@ def warm_up(
 ) -> tuple[Store, mx.array, View]:
     """One update of the fallback until every sequence has its filter.
 
-    A filter float32 [B,H,D] is estimated from exactly a sequence's first `calib_tokens` keys, so that it does not depend
-    on how they were split into calls; all stored rows are then scored and the store is cut down to its budget. A ragged
-    batch freezes row by row: until the last one has, rows that froze earlier give up what exceeds the budget by turning
-    it into padding.
+    A filter float32 [B,H,D] is estimated from exactly a sequence's first `calib_tokens` keys, so that it does not
+    depend on how they were split into calls; all stored rows are then scored and the store is cut down to its budget.
+    A ragged batch freezes row by row: until the last one has, rows that froze earlier give up what exceeds the budget
+    by turning it into padding.
     """
     check_block(store, keys, values)
     n_tokens = keys.shape[2]
