@@ -7,6 +7,7 @@ from .config import KVCacheConfig
 from .core import average_gqa_filters, compute_qfilters
 from .install import InstallReport, install, uninstall
 from .plan import LayerPlan, plan_layers
+from .prompt_cache import load_prompt_cache, register_with_mlx_lm, save_prompt_cache
 from .qfilters_artifact import QFiltersCalibration, import_published_filters, load_qfilters, save_qfilters
 from .qfilters_cache import QFiltersKVCache
 from .query_tap import observe_queries
@@ -26,9 +27,12 @@ __all__ = [
     "compute_qfilters",
     "import_published_filters",
     "install",
+    "load_prompt_cache",
     "load_qfilters",
     "observe_queries",
     "plan_layers",
+    "register_with_mlx_lm",
+    "save_prompt_cache",
     "save_qfilters",
     "sign_agreement",
     "uninstall",
