@@ -1,0 +1,23 @@
+"""The part of gguf that velox_cache/models uses; gguf itself is an optional dependency."""
+
+from enum import IntEnum
+from os import PathLike
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+
+class GGMLQuantizationType(IntEnum): ...
+
+class ReaderField(NamedTuple):
+    def contents(self, index_or_slice: int | slice = ...) -> Any: ...
+
+class ReaderTensor(NamedTuple):
+    name: str
+    tensor_type: GGMLQuantizationType
+    shape: npt.NDArray[Any]
+    data: npt.NDArray[Any]
+
+class GGUFReader:
+    fields: dict[str, ReaderField]
+    tensors: list[ReaderTensor]
+    def __init__(self, path: PathLike[str] | str) -> None: ...

@@ -1,0 +1,6 @@
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType
+
+def dequantize(data: npt.NDArray[np.generic], qtype: GGMLQuantizationType) -> npt.NDArray[np.float32]: ...
+def quantize(data: npt.NDArray[np.float32], qtype: GGMLQuantizationType) -> npt.NDArray[np.generic]: ...
