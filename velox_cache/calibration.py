@@ -47,7 +47,8 @@ def calibrate(
     """Filters of `model`, from the queries it makes of `texts`.
 
     Each text is cut into sequences of at most `sequence_length` tokens (the paper: 20 of 2,048), each of which runs
-    from an empty cache in blocks of `prefill_step_size`; `max_tokens` bounds the tokens of all texts together. Queries
+    from an empty cache in blocks of `prefill_step_size`; `max_tokens` bounds the tokens of all texts together. Choose
+    `sequence_length` near the context that the filters will serve: RoPE turns the mean query with the position. Queries
     are summed up as they come and never kept, so memory does not grow with the text. Every query counts, where the
     paper (arXiv:2503.02812, section 4.2) samples 3,000 per head.
 
