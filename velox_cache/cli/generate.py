@@ -1,0 +1,104 @@
+"""Generate text inside a bounded cache.
+
+The text goes to stdout as it comes; one line about the cache follows on stderr.
+"""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from velox_cache.cli.method_arguments import METHOD_EXAMPLES, add_method_arguments, install_method
+from velox_cache.cli.model_argument import add_model_argument, add_model_id_argument, load_model, model_id
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from velox_cache.evaluation.memory import CacheUsage
+
+EXAMPLES = f"""examples:
+  velox generate smollm2-135m --filters filters.npz --budget 512 --prompt "Why is the sky blue?"
+  cat report.txt | velox generate MODEL --budget 1024 --recent 256 --filters filters.npz --prompt - --max-tokens 400
+  velox generate MODEL --method full --prompt "Once upon a time" --no-chat
+
+{METHOD_EXAMPLES}"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `velox generate`."""
+    add_model_argument(parser)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the prompt; - reads it from stdin")
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="stop after N tokens (default: 256)")
+    parser.add_argument(
+        "--temp", type=float, default=0.0, metavar="T", help="sampling temperature (default: 0, greedy)"
+    )
+    parser.add_argument("--top-p", type=float, default=0.0, metavar="P", help="nucleus sampling (default: off)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the sampling")
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="wrap the prompt in the model's chat template (default: when it has one)",
+    )
+    add_method_arguments(parser)
+    add_model_id_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load, install, generate, account."""
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give --prompt TEXT, or --prompt - and text on stdin")
+    if arguments.max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, got {arguments.max_tokens}")
+
+    import mlx.core as mx
+    from mlx_lm import stream_generate
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.sample_utils import make_sampler
+
+    from velox_cache.cli.progress import prefill_progress
+    from velox_cache.evaluation.memory import cache_usage
+
+    model, tokenizer = load_model(arguments.model)
+    report = install_method(model, arguments, arguments.model_id or model_id(arguments.model))
+    if report is not None and not all(entry.bounded for entry in report.layers):
+        print(report, file=sys.stderr)
+    if arguments.seed is not None:
+        mx.random.seed(arguments.seed)
+    caches = make_prompt_cache(model)
+    with prefill_progress() as on_prefill:
+        for response in stream_generate(
+            model,
+            tokenizer,
+            prompt_tokens(tokenizer, prompt, arguments.chat),
+            max_tokens=arguments.max_tokens,
+            sampler=make_sampler(arguments.temp, arguments.top_p),
+            prompt_cache=caches,
+            prompt_progress_callback=on_prefill,
+        ):
+            print(response.text, end="", flush=True)
+    print()
+    print(usage_line(cache_usage(caches), response.generation_tps), file=sys.stderr)
+    return 0
+
+
+def prompt_tokens(tokenizer: "TokenizerWrapper", prompt: str, chat: bool | None) -> list[int]:
+    """The prompt's tokens, inside the chat template when `chat`, or when the tokenizer has one and `chat` is None.
+
+    Raises ValueError when a template is asked for and there is none.
+    """
+    if chat and not tokenizer.has_chat_template:
+        raise ValueError("this model has no chat template; leave --chat out")
+    if chat is False or not tokenizer.has_chat_template:
+        return list(tokenizer.encode(prompt))
+    messages = [{"role": "user", "content": prompt}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+def usage_line(usage: "CacheUsage", tokens_per_second: float) -> str:
+    """Tokens seen, rows kept, bytes and speed, in one line."""
+    kept, full = (count / 2**20 for count in (usage.kept_bytes, usage.full_bytes))
+    return (
+        f"{usage.tokens_seen:,} tokens seen, {usage.rows_kept:,} rows kept; KV {kept:.1f} MiB against {full:.1f} MiB "
+        f"full ({usage.compression:.1f}x); {tokens_per_second:.1f} tok/s"
+    )

@@ -1,0 +1,41 @@
+"""Say what is in a file of filters: of which model, made on what, for which layers and heads."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from velox_cache.qfilters_artifact import QFiltersCalibration
+
+EXAMPLES = """example:
+  velox inspect filters.npz"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `velox inspect`."""
+    parser.add_argument("file", metavar="FILE", help="an .npz file made by `velox calibrate`")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read, check and describe."""
+    from velox_cache.qfilters_artifact import load_qfilters
+
+    print(describe(load_qfilters(arguments.file)))
+    return 0
+
+
+def describe(calibration: "QFiltersCalibration") -> str:
+    """A few lines about a calibration."""
+    filters = [layer for layer in calibration.filters if layer is not None]
+    shapes = ", ".join(f"{heads} heads of dimension {dim}" for heads, dim in dict.fromkeys(f.shape for f in filters))
+    without = [str(index) for index, layer in enumerate(calibration.filters) if layer is None]
+    lines = [
+        f"Q-Filters of {calibration.model_id or 'an unnamed model'}, format version {calibration.format_version}",
+        f"  filters      {len(filters)} of {len(calibration.filters)} layers, {shapes}; "
+        f"{sum(layer.nbytes for layer in filters):,} bytes",
+        f"  made from    {calibration.n_tokens:,} tokens of {calibration.dataset or 'an unnamed text'}, "
+        f"{calibration.n_samples:,} queries per head",
+        f"  convention   {calibration.basis} queries, {calibration.sign_convention}",
+    ]
+    if without:
+        lines.append(f"  no filter    layers {', '.join(without)}: no plain full-attention cache there")
+    return "\n".join(lines)

@@ -1,0 +1,72 @@
+"""The MODEL argument: a folder, a fetched model's short name, or a repository that mlx_lm can load."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """MODEL."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a model folder, the short name of a fetched model (velox fetch-model), or a Hugging Face repository "
+        "that mlx_lm can load, such as mlx-community/Llama-3.2-3B-Instruct-4bit",
+    )
+
+
+def add_model_id_argument(parser: argparse.ArgumentParser) -> None:
+    """--model-id."""
+    parser.add_argument(
+        "--model-id",
+        metavar="ID",
+        help="the name under which a file of filters knows MODEL (default: MODEL's own name, without its folder)",
+    )
+
+
+def model_id(model: str) -> str:
+    """The name under which filters know a model: its repository, or the last part of its folder."""
+    folder = model_folder(model)
+    return model if folder is None else folder.resolve().name
+
+
+def model_folder(model: str) -> Path | None:
+    """The folder that MODEL stands for, if it is on this machine.
+
+    Raises FileNotFoundError when MODEL can only be a folder and is not there, and ValueError when it is the short name
+    of a model that has not been fetched yet.
+    """
+    from velox_cache.models import SOURCES, default_cache_dir, default_precision
+
+    fetched = default_cache_dir()
+    for folder in (Path(model).expanduser(), fetched / f"{model}-{default_precision()}", fetched / model):
+        if folder.is_dir():
+            if not (folder / "config.json").exists():
+                raise FileNotFoundError(f"{folder} is no model folder: it has no config.json")
+            return folder
+    if model in SOURCES:
+        raise ValueError(f"{model} is not on this machine yet: run `velox fetch-model {model}`")
+    if model.count("/") != 1 or model.startswith((".", "~", "/")):
+        raise FileNotFoundError(
+            f"no model folder {model!r}; give a folder, a repository (owner/name), or one of {', '.join(SOURCES)} "
+            "after fetching it with `velox fetch-model`"
+        )
+    return None
+
+
+def load_model(model: str) -> "tuple[nn.Module, TokenizerWrapper]":
+    """Load MODEL with mlx_lm. Raises as `model_folder` does, and ValueError when the hub cannot give it."""
+    import mlx_lm
+
+    folder = model_folder(model)
+    if folder is not None:
+        return mlx_lm.load(str(folder))
+    try:
+        return mlx_lm.load(model)
+    except (OSError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{model!r} is no folder here, and the Hugging Face hub did not give it: {reason}") from error

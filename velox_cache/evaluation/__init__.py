@@ -1,0 +1,19 @@
+"""What a bounded cache costs and keeps, measured on a model: typed results from plain functions."""
+
+from velox_cache.evaluation.answer import Answer, greedy_answer
+from velox_cache.evaluation.fidelity import Fidelity, fidelity
+from velox_cache.evaluation.memory import CacheUsage, cache_usage
+from velox_cache.evaluation.perplexity import perplexity
+from velox_cache.evaluation.reading import Reading, read_passage
+
+__all__ = [
+    "Answer",
+    "CacheUsage",
+    "Fidelity",
+    "Reading",
+    "cache_usage",
+    "fidelity",
+    "greedy_answer",
+    "perplexity",
+    "read_passage",
+]

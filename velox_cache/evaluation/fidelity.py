@@ -1,0 +1,29 @@
+"""How closely a bounded cache follows the full one."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from velox_cache.evaluation.reading import Reading
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Two readings of one passage, compared."""
+
+    agreement: float  # share of tokens whose most likely next token is the same
+    kl_divergence: float  # mean of KL(reference || reading), in nats per token
+
+
+def fidelity(reading: Reading, reference: Reading) -> Fidelity:
+    """Compare a reading with that of the full cache. More sensitive than perplexity, which luck may lower.
+
+    Raises ValueError when they are not of the same passage.
+    """
+    if reading.targets.shape != reference.targets.shape or not mx.array_equal(reading.targets, reference.targets):
+        raise ValueError("the two readings are of different passages; read the same tokens with the same n_context")
+    same = reading.logprobs.argmax(-1) == reference.logprobs.argmax(-1)
+    terms = mx.exp(reference.logprobs) * (reference.logprobs - reading.logprobs)
+    # A token that the reference rules out (-inf) adds nothing; 0 * inf would be NaN.
+    divergence = mx.where(reference.logprobs == -mx.inf, 0, terms).sum(-1).mean()
+    return Fidelity(float(same.astype(mx.float32).mean().item()), float(divergence.item()))
