@@ -49,7 +49,7 @@ def greedy_answer(
         done = processed
 
     steps = generate_step(
-        mx.array(prompt),
+        mx.array(list(prompt)),
         model,
         max_tokens=n_tokens,
         prompt_cache=caches,

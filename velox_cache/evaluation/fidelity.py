@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from velox_cache.evaluation.reading import Reading
 
@@ -25,5 +26,5 @@ def fidelity(reading: Reading, reference: Reading) -> Fidelity:
     same = reading.logprobs.argmax(-1) == reference.logprobs.argmax(-1)
     terms = mx.exp(reference.logprobs) * (reference.logprobs - reading.logprobs)
     # A token that the reference rules out (-inf) adds nothing; 0 * inf would be NaN.
-    divergence = mx.where(reference.logprobs == -mx.inf, 0, terms).sum(-1).mean()
-    return Fidelity(float(same.astype(mx.float32).mean().item()), float(divergence.item()))
+    divergence = mx.where(reference.logprobs == -mx.inf, 0, terms).sum(-1)
+    return Fidelity(float(np.array(same).mean()), float(np.array(divergence).mean(dtype=np.float64)))

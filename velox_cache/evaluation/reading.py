@@ -47,15 +47,15 @@ def read_passage(
     caches = make_prompt_cache(model)
     start = n_context - 1  # the last token of the context predicts the first of the passage
     for at in range(0, start, prefill_step_size):
-        block = tokens[at : min(at + prefill_step_size, start)]
+        block = list(tokens[at : min(at + prefill_step_size, start)])
         model(mx.array([block]), cache=caches)
         mx.eval([cache.state for cache in caches])
         advance(len(block))
     found = []
     for at in range(start, len(tokens) - 1, block_size):
-        block = tokens[at : min(at + block_size, len(tokens) - 1)]
+        block = list(tokens[at : min(at + block_size, len(tokens) - 1)])
         logits = model(mx.array([block]), cache=caches)[0].astype(mx.float32)
         found.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval(found[-1])
         advance(len(block))
-    return Reading(mx.concatenate(found), mx.array(tokens[n_context:], mx.int32), cache_usage(caches))
+    return Reading(mx.concatenate(found), mx.array(list(tokens[n_context:]), mx.int32), cache_usage(caches))
