@@ -1,0 +1,52 @@
+"""Run mlx_lm's OpenAI-compatible server with bounded caches.
+
+It is mlx_lm's own server: batched and sequential requests, streaming, chat templates, prompt-cache reuse. Its own
+options come after `--`."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from velox_cache.cli.method_arguments import FULL_CACHE, METHOD_EXAMPLES, add_method_arguments, method_settings
+from velox_cache.cli.model_argument import add_model_argument, model_folder
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+EXAMPLES = f"""{METHOD_EXAMPLES}
+
+examples:
+  velox serve smollm2-135m --budget 512 --filters filters.npz
+  velox serve mlx-community/Qwen3-4B-4bit --budget 2048 --port 8000 -- --temp 0.7 --prompt-cache-bytes 4GB
+
+Everything after `--` goes to mlx_lm.server; `mlx_lm.server --help` lists it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, the cache's options, --host, --port, and mlx_lm.server's options after `--`."""
+    add_model_argument(parser)
+    add_method_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8080, help="port to listen on (default: 8080)")
+    parser.add_argument("server_options", nargs="*", metavar="-- OPTIONS", help="options of mlx_lm.server")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    from velox_cache.install import install
+    from velox_cache.serve import serve
+
+    folder = model_folder(arguments.model)
+    settings = method_settings(arguments)
+    if settings.get("rollback"):
+        raise ValueError(
+            f"rollback={settings['rollback']} is for speculative decoding, which the server does not offer"
+        )
+    options = ["--host", arguments.host, "--port", str(arguments.port), *arguments.server_options]
+
+    def bound(model: "nn.Module") -> object:
+        if arguments.method == FULL_CACHE:
+            return "the model's own caches, unbounded"
+        return install(model, arguments.method, filters=arguments.filters, queries=arguments.queries, **settings)
+
+    serve(arguments.model if folder is None else str(folder), bound, options)
+    return 0
