@@ -16,7 +16,7 @@ from velox_fn.attention import Observed
 from velox_fn.eviction import Eviction, Init, Observation
 from velox_fn.records import arrays, record
 from velox_fn.rows import Rows, View, arriving_positions
-from velox_fn.store import Store, check_block
+from velox_fn.store import Store, check_block, used_rows
 
 
 @record
@@ -24,6 +24,10 @@ class DynamicState:
     """The state of a method that needs nothing but the scores in its rows."""
 
     store: Store
+
+
+Land = Callable[[Any, mx.array, mx.array, mx.array | None], tuple[Any, View]]
+Observe = Callable[[Any, mx.array, float | None, mx.array | None], Any]
 
 
 def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None) -> tuple[Any, View]:
@@ -37,23 +41,30 @@ def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = 
 
 
 def rescore(store: Store, observed: Observed, scores: mx.array) -> Store:
-    """`store` with these scores float32 [B,H,n] on its rows, cut down to its limit.
+    """`store`, as observed, with these scores float32 [B,H,n] on its rows, cut down to its limit."""
+    return with_scores(store, scores, observed.query_positions.shape[1])
+
+
+def with_scores(store: Store, scores: mx.array, n_tokens: int) -> Store:
+    """`store`, on which S tokens have landed, with these scores float32 [B,H,n] on its rows, cut down to its limit.
 
     Sinks keep +inf, rows with a non-finite key or value keep -inf, and a score that is not finite becomes -inf.
     """
+    rows = used_rows(store)
+    held = select.rank_scores(rows.ranks)
     scores = mx.where(mx.isfinite(scores), scores, -mx.inf)
-    scores = mx.where(mx.isfinite(observed.scores), scores, observed.scores)
-    ranks = select.pack_ranks(scores, observed.positions)
-    rescored = dataclasses.replace(store, keys=observed.rows.keys, values=observed.rows.values, ranks=ranks)
-    return landing.settle(rescored, observed.query_positions.shape[1])
+    scores = mx.where(mx.isfinite(held), scores, held)
+    ranks = select.pack_ranks(scores, select.rank_positions(rows.ranks))
+    return landing.settle(dataclasses.replace(store, keys=rows.keys, values=rows.values, ranks=ranks), n_tokens)
 
 
 def dynamic_eviction(
     name: str,
     init: Init,
-    observe: Callable[[Any, mx.array, float | None, mx.array | None], Any],
+    observe: Observe,
     settings: Mapping[str, Any],
     params: Mapping[str, mx.array] | None = None,
+    land: Land = land,
 ) -> Eviction:
     """A method of the two halves `land` and `observe(state, queries, scale, valid)`.
 

@@ -1,0 +1,79 @@
+"""Rotary position embedding as data, and moving keys that carry it to other positions.
+
+RoPE turns each pair of a key's dimensions by an angle proportional to the token's position. A key that stands at
+position p is moved to p' by turning it on by the angle of p' - p: nothing but the difference matters, so the key need
+not be turned back first.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from velox_fn import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeSpec:
+    """A model's rotary embedding, in the terms of `mx.fast.rope`.
+
+    Pair i of dims/2 turns by scale * position / freqs[i], where freqs[i] = base ** (2 i / dims) unless given (scaled
+    forms such as Llama-3's give them). Raises ValueError when that cannot be a rotation.
+    """
+
+    dims: int  # leading dimensions of a key that turn; 0: none do
+    base: float = 10000.0  # not used when freqs are given
+    traditional: bool = False  # pairs are neighbours (2i, 2i+1) and not (i, i + dims/2)
+    scale: float = 1.0  # of positions
+    freqs: tuple[float, ...] | None = None  # dims/2 positive numbers; infinity: the pair does not turn
+
+    def __post_init__(self) -> None:
+        if checks.whole_number("dims", self.dims, 0) % 2:
+            raise ValueError(f"dims must be even, since RoPE turns pairs of dimensions, got {self.dims}")
+        if not self.base > 0 or not self.scale > 0:
+            raise ValueError(f"base and scale must be above 0, got {self.base} and {self.scale}")
+        if self.freqs is not None:
+            object.__setattr__(self, "freqs", tuple(self.freqs))
+            if len(self.freqs) != self.dims // 2 or not all(freq > 0 for freq in self.freqs):
+                raise ValueError(
+                    f"freqs must be {self.dims // 2} numbers above 0, a pair of dims={self.dims} each, got {self.freqs}"
+                )
+
+    def plain(self) -> dict[str, Any]:
+        """The fields as plain JSON data; `RopeSpec(**plain)` is the same again."""
+        return {**dataclasses.asdict(self), "freqs": None if self.freqs is None else list(self.freqs)}
+
+
+def rope_spec(rope: RopeSpec | Mapping[str, Any]) -> RopeSpec:
+    """`rope`, from plain data where it is not a RopeSpec yet."""
+    return rope if isinstance(rope, RopeSpec) else RopeSpec(**rope)
+
+
+def rope_remap_positions(keys: mx.array, old: mx.array, new: mx.array, rope: RopeSpec) -> mx.array:
+    """Keys [B,H,n,D] that stand at positions `old`, moved to positions `new`; both int32, broadcastable to [B,H,n].
+
+    The angles and the turn are float32; the result has the keys' dtype. A key that does not move stays as it is.
+    Raises ValueError when the keys are narrower than the rotation.
+    """
+    head_dim, half = keys.shape[-1], rope.dims // 2
+    if rope.dims > head_dim:
+        raise ValueError(
+            f"rope turns {rope.dims} dimensions, but keys have {head_dim}; read it from the keys' own model"
+        )
+    if rope.dims == 0:
+        return keys
+    if rope.freqs is None:
+        turns = rope.base ** (-mx.arange(half, dtype=mx.float32) / half)
+    else:
+        turns = 1 / mx.array(rope.freqs, mx.float32)
+    angle = ((new - old).astype(mx.float32) * rope.scale)[..., None] * turns
+    cos, sin = mx.cos(angle), mx.sin(angle)
+    turned = keys[..., : rope.dims].astype(mx.float32)
+    if rope.traditional:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+    parts = [first * cos - second * sin, first * sin + second * cos]
+    turned = mx.stack(parts, axis=-1).reshape(turned.shape) if rope.traditional else mx.concatenate(parts, axis=-1)
+    return mx.concatenate([turned.astype(keys.dtype), keys[..., rope.dims :]], axis=-1)
