@@ -2,7 +2,10 @@
 
 from velox_fn.eviction import Eviction, kept_bytes, kept_positions, kv
 from velox_fn.fused_evict import fused_evict
+from velox_fn.h2o import h2o
 from velox_fn.key_svd import estimate_filter_dir
+from velox_fn.keydiff import keydiff
+from velox_fn.l2norm import l2norm
 from velox_fn.qfilters import QFiltersState, qfilters, qfilters_init, qfilters_update
 from velox_fn.query_gram import (
     average_gqa_filters,
@@ -12,21 +15,30 @@ from velox_fn.query_gram import (
     query_gram_merge,
     query_gram_update,
 )
+from velox_fn.random_eviction import random_eviction
 from velox_fn.records import arrays, with_arrays
 from velox_fn.registry import METHODS
+from velox_fn.rope import RopeSpec, rope_remap_positions
+from velox_fn.snapkv import snapkv
+from velox_fn.streaming_llm import streaming_llm
+from velox_fn.tova import tova
 
 __all__ = [
     "METHODS",
     "Eviction",
     "QFiltersState",
+    "RopeSpec",
     "arrays",
     "average_gqa_filters",
     "compute_qfilters",
     "estimate_filter_dir",
     "fused_evict",
+    "h2o",
     "kept_bytes",
     "kept_positions",
+    "keydiff",
     "kv",
+    "l2norm",
     "qfilters",
     "qfilters_init",
     "qfilters_update",
@@ -34,5 +46,10 @@ __all__ = [
     "query_gram_init",
     "query_gram_merge",
     "query_gram_update",
+    "random_eviction",
+    "rope_remap_positions",
+    "snapkv",
+    "streaming_llm",
+    "tova",
     "with_arrays",
 ]

@@ -5,15 +5,27 @@ from types import MappingProxyType
 
 from velox_fn.eviction import Eviction
 from velox_fn.h2o import h2o
+from velox_fn.keydiff import keydiff
+from velox_fn.l2norm import l2norm
 from velox_fn.qfilters import qfilters
+from velox_fn.random_eviction import random_eviction
+from velox_fn.snapkv import snapkv
+from velox_fn.streaming_llm import streaming_llm
+from velox_fn.tova import tova
 
 METHODS: Mapping[str, Callable[..., Eviction]] = MappingProxyType(
     {
         "qfilters": qfilters,
         "h2o": h2o,
+        "tova": tova,
+        "snapkv": snapkv,
+        "l2norm": l2norm,
+        "keydiff": keydiff,
+        "streaming_llm": streaming_llm,
+        "random": random_eviction,
     }
 )
-ALIASES: Mapping[str, str] = MappingProxyType({})
+ALIASES: Mapping[str, str] = MappingProxyType({"knorm": "l2norm"})
 
 
 def method_factory(name: str) -> Callable[..., Eviction]:

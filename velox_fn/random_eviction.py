@@ -1,0 +1,53 @@
+"""Random eviction: keep rows by lot, the floor that any informed method must beat.
+
+A row's score is a hash of (seed, layer, head, position), uniform in [0, 1). It does not depend on what else is in the
+batch or on how the tokens were split into calls, so a run can be repeated and the kept set is chunk-invariant.
+"""
+
+import functools
+
+import mlx.core as mx
+
+from velox_fn import checks
+from velox_fn.eviction import Eviction
+from velox_fn.static import Params, Score, static_eviction
+
+
+def random_eviction(
+    *, budget: int = 512, n_sink: int = 4, recent: int = 0, seed: int = 0, layer: int = 0, rollback: int = 0
+) -> Eviction:
+    """The random method. `layer` makes layers draw apart. ValueError on counts that cannot work.
+
+    seed, layer: whole numbers below 2^32.
+    """
+    for name, value in (("seed", seed), ("layer", layer)):
+        if checks.whole_number(name, value, 0) >= 2**32:
+            raise ValueError(f"{name} must be below 2**32, got {value}")
+    return static_eviction(
+        "random",
+        _lot(seed, layer),
+        budget=budget,
+        n_sink=n_sink,
+        recent=recent,
+        rollback=rollback,
+        settings={"seed": seed, "layer": layer},
+    )
+
+
+@functools.cache
+def _lot(seed: int, layer: int) -> Score:
+    # One function object per (seed, layer), since compiled steps are kept by their score function.
+    def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+        heads = mx.arange(keys.shape[1], dtype=mx.uint32)[:, None]
+        drawn = _mixed(_mixed(_mixed(mx.array(seed, mx.uint32)) ^ layer) ^ heads)
+        drawn = _mixed(drawn ^ positions.astype(mx.uint32))
+        return (drawn >> 8).astype(mx.float32) * 2.0**-24  # 24 bits: exact in float32
+
+    return score
+
+
+def _mixed(bits: mx.array) -> mx.array:
+    """Each uint32 sent to another one, as MurmurHash3 finishes; one to one, so positions of a head never collide."""
+    bits = (bits ^ (bits >> 16)) * mx.array(0x85EBCA6B, mx.uint32)
+    bits = (bits ^ (bits >> 13)) * mx.array(0xC2B2AE35, mx.uint32)
+    return bits ^ (bits >> 16)
