@@ -5,7 +5,9 @@ registered is offered everywhere.
 """
 
 import argparse
+import inspect
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ def install_method(
     `velox_cache.load_qfilters` do, and when settings are given for the full cache.
     """
     from velox_cache import install, load_qfilters, uninstall
+    from velox_fn.registry import method_factory
 
     settings = method_settings(arguments)
     if arguments.method == FULL_CACHE:
@@ -79,6 +82,8 @@ def install_method(
             raise ValueError(f"--method {FULL_CACHE} keeps every row: it takes no settings and no filters")
         uninstall(model)
         return None
+    if not arguments.filters and "filters" in inspect.signature(method_factory(arguments.method)).parameters:
+        print("note: without --filters, a worse stand-in is used; `velox calibrate` makes filters", file=sys.stderr)
     filters = load_qfilters(arguments.filters, expect_model_id=model_id) if arguments.filters else None
     return install(model, arguments.method, filters=filters, queries=arguments.queries, **settings)
 

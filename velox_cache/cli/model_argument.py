@@ -1,6 +1,7 @@
 """The MODEL argument: a folder, a fetched model's short name, or a repository that mlx_lm can load."""
 
 import argparse
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,8 @@ def load_model(model: str) -> "tuple[nn.Module, TokenizerWrapper]":
     """Load MODEL with mlx_lm. Raises as `model_folder` does, and ValueError when the hub cannot give it."""
     import mlx_lm
 
+    # It warns of texts longer than the model's context; ours go in in pieces.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     folder = model_folder(model)
     if folder is not None:
         return mlx_lm.load(str(folder))
