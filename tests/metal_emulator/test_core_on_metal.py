@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from metal_src import Cut, evict_apply, qfilters_score
+from velox_cache.kernel_parity import compare_kernels
 from velox_fn import fused_evict, kept_positions, kv, qfilters
 
 from .capture import capture
@@ -24,6 +25,7 @@ def emulated_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("velox_fn.fused_evict"), "metal_available", lambda: True)
     monkeypatch.setattr(import_module("velox_fn.fused_evict"), "evict_apply", emulated_evict_apply)
     monkeypatch.setattr(import_module("velox_fn.qfilters"), "qfilters_score", emulated_qfilters_score)
+    monkeypatch.setattr(import_module("velox_cache.kernel_parity"), "qfilters_score", emulated_qfilters_score)
 
 
 def emulated_evict_apply(
@@ -119,3 +121,16 @@ def test_qfilters_keeps_the_same_rows_on_both_backends(sign: int, recent: int, f
         assert_same_bits(*kept)
     else:  # the estimated direction is no whole number: sums round differently, in the last bits
         np.testing.assert_array_equal(np.array(kept[0][2]), np.array(kept[1][2]))
+
+
+def test_the_doctor_finds_the_kernels_right() -> None:
+    found = list(compare_kernels([(1, 1, 1, 1, 1), (2, 3, 70, 33, 80)]))
+    assert [parity.differing for parity in found] == [0] * 9
+
+
+def test_the_doctor_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arrays: mx.array, n_sink: int, recent: int, sign: int) -> mx.array:
+        return emulated_qfilters_score(*arrays, n_sink=n_sink, recent=recent, sign=-sign)
+
+    monkeypatch.setattr(import_module("velox_cache.kernel_parity"), "qfilters_score", wrong)
+    assert all(parity.differing > 0 for parity in compare_kernels([(2, 3, 70, 33, 80)]) if "score" in parity.kernel)
