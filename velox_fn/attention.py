@@ -1,7 +1,5 @@
 """Attention weights of a block's queries over stored rows, for the methods that score by them."""
 
-from collections.abc import Iterator
-
 import mlx.core as mx
 
 from velox_fn import select
@@ -56,31 +54,34 @@ def observe_rows(
     )
 
 
-def attention_weights(observed: Observed, start: int = 0, stop: int | None = None) -> mx.array:
-    """Softmax weights float32 [B,H,G,S',n] of queries `start` to `stop` of the block.
+def attention_mass(observed: Observed, power: int = 1) -> mx.array:
+    """Sum over the block's queries, and over the query heads of a group, of weights ** power. float32 [B,H,n]
 
     A query sees the rows at its own and earlier positions; logits that are not finite are masked; the weights of a
-    padding query are 0.
+    padding query are 0. power: 1 or 2.
     """
-    queries = observed.queries[:, :, :, start:stop]
-    positions = observed.query_positions[:, start:stop]
-    logits = queries @ observed.rows.keys.astype(mx.float32).swapaxes(-1, -2)[:, :, None]
-    at_row = observed.positions[:, :, None, None, :]
-    visible = (at_row >= 0) & (at_row <= positions[:, None, None, :, None]) & mx.isfinite(logits)
-    weights = mx.softmax(mx.where(visible, logits, _MASKED), axis=-1)
-    return mx.where(visible, weights, 0.0)
-
-
-def query_blocks(observed: Observed) -> Iterator[tuple[int, int]]:
-    """Ranges of the block's queries small enough that their weights fit in memory."""
-    n_tokens = observed.query_positions.shape[1]
-    for start in range(0, n_tokens, _QUERIES_AT_ONCE):
-        yield start, min(start + _QUERIES_AT_ONCE, n_tokens)
-
-
-def attention_mass(observed: Observed, power: int = 1) -> mx.array:
-    """Sum over the block's queries, and over the query heads of a group, of weights ** power. float32 [B,H,n]"""
+    keys = observed.rows.keys.astype(mx.float32)
+    n_rows, n_queries = keys.shape[2], observed.query_positions.shape[1]
     total = mx.zeros(observed.scores.shape, mx.float32)
-    for start, stop in query_blocks(observed):
-        total = total + (attention_weights(observed, start, stop) ** power).sum(axis=(2, 3))
+    for start in range(0, n_queries, _QUERIES_AT_ONCE):
+        stop = min(start + _QUERIES_AT_ONCE, n_queries)
+        unseen = n_queries - stop  # the block's rows stand last: these come after every query of this range
+        weights = _weights(observed, keys[:, :, : n_rows - unseen], start, stop)
+        mass = (weights if power == 1 else mx.square(weights)).sum(axis=(2, 3))
+        total = total + mx.pad(mass, [(0, 0), (0, 0), (0, unseen)])
     return total
+
+
+def _weights(observed: Observed, keys: mx.array, start: int, stop: int) -> mx.array:
+    """Softmax weights float32 [B,H,G,S',n'] of queries `start` to `stop` over the first n' rows, of these keys."""
+    batch, n_kv_heads, n_rows, head_dim = keys.shape
+    queries = observed.queries[:, :, :, start:stop]
+    logits = queries.reshape(batch, n_kv_heads, -1, head_dim) @ keys.swapaxes(-1, -2)
+    logits = logits.reshape(*queries.shape[:-1], n_rows)
+    # Kept rows precede the block, whose rows and padding stand alike in every head: the first one's mask is everyone's.
+    at_row = observed.positions[:, :1, None, None, :n_rows]
+    at_query = observed.query_positions[:, None, None, start:stop, None]
+    visible = (at_row >= 0) & (at_row <= at_query)
+    logits = mx.where(visible & mx.isfinite(logits), logits, _MASKED)
+    sees = logits.max(axis=-1, keepdims=True) > _MASKED
+    return mx.softmax(logits, axis=-1) * sees
