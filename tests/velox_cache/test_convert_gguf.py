@@ -98,6 +98,6 @@ def test_smollm2_special_tokens_are_single(smollm2: tuple[Any, Any]) -> None:
 def test_gemma3_writes_sense_past_its_sliding_window(gemma3_path: Path) -> None:
     model, tokenizer = load(str(gemma3_path))
     assert tokenizer.encode("<start_of_turn>", add_special_tokens=False) == [105]
-    prompt = "The capital of Spain is Madrid. " * 80 + "The capital of Italy is Rome. The capital of France is"
+    prompt = "The capital of Spain is Madrid. " * 72 + "The capital of Italy is Rome. The capital of France is"
     assert len(tokenizer.encode(prompt)) > 512
-    assert "Paris" in generate(model, tokenizer, prompt, max_tokens=4)
+    assert "Paris" in generate(model, tokenizer, prompt, max_tokens=1)

