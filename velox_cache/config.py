@@ -8,7 +8,7 @@ import mlx.core as mx
 from velox_fn.eviction import Eviction
 from velox_fn.registry import method_factory
 
-PREFIXES = {"qfilters": "qfilters_"}
+PREFIXES = {"qfilters": "qfilters_", "curdkv": "curdkv_", "h2o": "h2o_"}
 """The prefix of each method's fields in KVCacheConfig."""
 
 
@@ -26,6 +26,16 @@ class KVCacheConfig:
     qfilters_recent: int = 0  # trailing positions never evicted; about budget / 4 for open-ended generation
     qfilters_calib_tokens: int = 128  # without filters: keys seen before the fallback's filter freezes
     qfilters_sign: int = 1  # +1: high projections stay; -1: low ones
+    curdkv_budget: int = 512  # most rows kept, sinks and recent ones included
+    curdkv_n_sink: int = 4  # leading positions never evicted
+    curdkv_recent: int = 0  # trailing positions never evicted
+    curdkv_rank_cap: int = 16  # leading singular directions that count
+    curdkv_granularity: str = "block"  # "token": score and evict token by token, as slow as that is
+    curdkv_window: int | None = None  # last queries of a block that count; None: all
+    curdkv_mean: bool = False  # rank rows by their score per token since they came, not by its sum
+    h2o_budget: int = 512  # most rows kept, sinks and recent ones included
+    h2o_n_sink: int = 4  # leading positions never evicted
+    h2o_grace: int = 16  # trailing positions never evicted
 
     def __post_init__(self) -> None:
         self.eviction()

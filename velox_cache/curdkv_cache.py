@@ -1,0 +1,22 @@
+"""The adapter under the name that users of the seeds know."""
+
+from velox_cache.adapter import EvictingKVCache
+from velox_cache.config import KVCacheConfig
+
+
+class CurDKVKVCache(EvictingKVCache):
+    """One layer's cache under CurDKV, from a config.
+
+    The incoming keys stand in for queries; `install(model, "curdkv")` makes caches that see the model's own.
+    Raises ValueError when the config is of another method.
+    """
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        if config.method != "curdkv":
+            raise ValueError(f"CurDKVKVCache needs method='curdkv', got {config.method!r}")
+        super().__init__(config.eviction())
+
+    @property
+    def curdkv_kept_bytes(self) -> int:
+        """Bytes of the kept rows, keys and values in their dtype."""
+        return self.kept_bytes
