@@ -1,11 +1,14 @@
 """Pure, typed functions that bound the KV cache of MLX language models by evicting the rows that matter least."""
 
+from velox_fn.cur import cur
+from velox_fn.curdkv import CurDKVState, curdkv, curdkv_init, curdkv_step, curdkv_update
 from velox_fn.eviction import Eviction, kept_bytes, kept_positions, kv
 from velox_fn.fused_evict import fused_evict
 from velox_fn.h2o import h2o
 from velox_fn.key_svd import estimate_filter_dir
 from velox_fn.keydiff import keydiff
 from velox_fn.l2norm import l2norm
+from velox_fn.leverage import leverage_scores
 from velox_fn.qfilters import QFiltersState, qfilters, qfilters_init, qfilters_update
 from velox_fn.query_gram import (
     average_gqa_filters,
@@ -25,12 +28,18 @@ from velox_fn.tova import tova
 
 __all__ = [
     "METHODS",
+    "CurDKVState",
     "Eviction",
     "QFiltersState",
     "RopeSpec",
     "arrays",
     "average_gqa_filters",
     "compute_qfilters",
+    "cur",
+    "curdkv",
+    "curdkv_init",
+    "curdkv_step",
+    "curdkv_update",
     "estimate_filter_dir",
     "fused_evict",
     "h2o",
@@ -39,6 +48,7 @@ __all__ = [
     "keydiff",
     "kv",
     "l2norm",
+    "leverage_scores",
     "qfilters",
     "qfilters_init",
     "qfilters_update",

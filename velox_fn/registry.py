@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from velox_fn.cur import cur
+from velox_fn.curdkv import curdkv
 from velox_fn.eviction import Eviction
 from velox_fn.h2o import h2o
 from velox_fn.keydiff import keydiff
@@ -16,9 +18,11 @@ from velox_fn.tova import tova
 METHODS: Mapping[str, Callable[..., Eviction]] = MappingProxyType(
     {
         "qfilters": qfilters,
+        "curdkv": curdkv,
         "h2o": h2o,
         "tova": tova,
         "snapkv": snapkv,
+        "cur": cur,
         "l2norm": l2norm,
         "keydiff": keydiff,
         "streaming_llm": streaming_llm,
