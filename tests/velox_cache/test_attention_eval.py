@@ -112,6 +112,7 @@ def measured(smollm2):
 
 
 @pytest.mark.real_model
+@pytest.mark.timeout(900)  # calibrates on the first test that needs it
 def test_calibrated_filters_predict_the_attention_of_a_real_model(measured):
     assert measured["calibrated"] >= 0.65
 

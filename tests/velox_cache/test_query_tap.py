@@ -1,6 +1,7 @@
 """The tap sees what attention sees, changes nothing, and leaves nothing behind."""
 
 import copy
+import importlib.util
 import sys
 import threading
 
@@ -138,17 +139,44 @@ def test_wrapping_model_is_tapped_where_its_attention_lives(tiny_model):
 
 
 def test_inherited_attention_is_tapped(tiny_model):
-    model, calls = tiny_model(), []
-
     class OwnAttention(llama.Attention):
         pass
 
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = OwnAttention
-    OwnAttention.__module__ = "a_module_that_was_never_registered"
-    with observe_queries(model, calls.append):
-        run(model)
-    assert len(calls) == 2
+    attention, calls = OwnAttention(tiny_model().args), []
+    with observe_queries(attention, calls.append):
+        attention(mx.ones((1, 5, 32)))
+    assert len(calls) == 1
+
+
+def test_model_file_that_was_never_registered_is_tapped(tmp_path):
+    # mlx_lm runs a model file of the user's own without putting it in sys.modules.
+    file = tmp_path / "own_model.py"
+    file.write_text(
+        "import mlx.nn as nn\n"
+        "from mlx_lm.models.base import scaled_dot_product_attention\n"
+        "class Model(nn.Module):\n"
+        "    def __call__(self, x, cache=None):\n"
+        "        return scaled_dot_product_attention(x, x, x, cache=cache, scale=1.0, mask=None)\n"
+    )
+    spec = importlib.util.spec_from_file_location("own_model", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    calls = []
+    with observe_queries(module.Model(), calls.append):
+        module.Model()(mx.ones((1, 2, 5, 8)))
+    assert len(calls) == 1
+
+
+def test_tap_below_a_foreign_wrapper_observes_nothing_once_removed(tiny_model, monkeypatch):
+    model = tiny_model()
+    cache = [ObservingCache() for _ in model.layers]
+    with observe_queries(model):
+        tapped = llama.scaled_dot_product_attention
+        monkeypatch.setattr(llama, "scaled_dot_product_attention", lambda *a, **k: tapped(*a, **k))
+    run(model, cache)
+    monkeypatch.undo()
+    llama.scaled_dot_product_attention = tapped.__wrapped__
+    assert [layer.handed for layer in cache] == [[], []]
 
 
 @pytest.mark.parametrize("first_removed", [0, 1])
