@@ -6,7 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-class GGMLQuantizationType(IntEnum): ...
+class GGMLQuantizationType(IntEnum):
+    F32 = 0
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
 
 class ReaderField(NamedTuple):
     def contents(self, index_or_slice: int | slice = ...) -> Any: ...
