@@ -5,6 +5,7 @@ from .builder import KVCacheBuilder
 from .calibration import calibrate, collect_query_activations, sign_agreement
 from .config import KVCacheConfig
 from .core import average_gqa_filters, compute_qfilters
+from .curdkv_cache import CurDKVKVCache
 from .install import InstallReport, install, uninstall
 from .plan import LayerPlan, plan_layers
 from .prompt_cache import load_prompt_cache, register_with_mlx_lm, save_prompt_cache
@@ -13,6 +14,7 @@ from .qfilters_cache import QFiltersKVCache
 from .query_tap import observe_queries
 
 __all__ = [
+    "CurDKVKVCache",
     "EvictingKVCache",
     "InstallReport",
     "KVCacheBuilder",
