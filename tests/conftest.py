@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from velox_cache.models import fetch_model
+
+# Timings of a shared machine say nothing about a test.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def _fetched(name: str) -> Path:
