@@ -1,8 +1,8 @@
 """The `velox` command: picks the subcommand, shows its help, turns errors into one line.
 
 A subcommand is a module of this package, named as in COMMANDS with `_` for `-`. Its docstring is the text of its help.
-It has `add_arguments(parser)` and `run(arguments)`, which returns the exit status, and may have EXAMPLES, shown below the
-options. Only the chosen one is imported, and it imports mlx inside `run` only, so that help comes at once.
+It has `add_arguments(parser)` and `run(arguments)`, which returns the exit status, and may have EXAMPLES, shown below
+the options. Only the chosen one is imported, and it imports mlx inside `run` only, so that help comes at once.
 """
 
 import argparse

@@ -8,11 +8,13 @@ import argparse
 import inspect
 import sys
 import textwrap
+from collections.abc import Callable
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 EXAMPLES = """examples:
   velox methods
   velox methods qfilters"""
-ARRAYS = ("filters", "layer")  # arguments of factories that are not settings: they differ from layer to layer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,28 +28,32 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.name is not None:
         factory = method_factory(arguments.name)
-        print(inspect.getdoc(sys.modules[factory.__module__]))
-        print(f"\nsettings: {settings_line(factory)}")
+        print(f"{_documentation(factory)}\n\nsettings: {settings_line(factory)}")
         return 0
     for name, factory in METHODS.items():
         also = [alias for alias, meant in ALIASES.items() if meant == name]
-        print(f"{name}{' (also ' + ', '.join(also) + ')' if also else ''}")
-        for line in (summary(factory), f"settings: {settings_line(factory)}"):
+        print(f"{name} (also {', '.join(also)})" if also else name)
+        for line in (_documentation(factory).split("\n", 1)[0], f"settings: {settings_line(factory)}"):
             print(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    "))
     return 0
 
 
-def summary(factory: object) -> str:
-    """What a method does, in one line: the first of its module, since each method has a module of its own."""
-    module = sys.modules[factory.__module__]
-    return (inspect.getdoc(module) or "").split("\n", 1)[0]
+def settings_line(factory: Callable[..., object]) -> str:
+    """Name and default of each setting: the arguments that are plain values. Arrays come from a calibration."""
+    hints = get_type_hints(factory)
+    shown = [
+        parameter
+        for parameter in inspect.signature(factory).parameters.values()
+        if _is_plain(hints[parameter.name]) and parameter.name != "layer"  # install fills in the layer
+    ]
+    return ", ".join(f"{parameter.name}={parameter.default}" for parameter in shown)
 
 
-def settings_line(factory: object) -> str:
-    """Name and default of each setting of a method."""
-    parameters = inspect.signature(factory).parameters.values()  # type: ignore[arg-type]
-    shown = [parameter for parameter in parameters if parameter.name not in ARRAYS]
-    return ", ".join(
-        parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default}"
-        for parameter in shown
-    )
+def _documentation(factory: Callable[..., object]) -> str:
+    """What a method's module says, since each method has a module of its own."""
+    return inspect.getdoc(sys.modules[factory.__module__]) or ""
+
+
+def _is_plain(hint: Any) -> bool:
+    options = get_args(hint) or (hint,)  # of a union or a Literal
+    return all(option in (int, float, bool, str, NoneType) or isinstance(option, str) for option in options)

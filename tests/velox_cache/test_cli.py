@@ -1,0 +1,221 @@
+"""The velox command: quick help, one-line errors, and the real thing on a small model."""
+
+import subprocess
+import sys
+
+import pytest
+
+from velox_cache.cli import calibrate as calibrate_command
+from velox_cache.cli import main as main_module
+from velox_cache.cli.main import COMMANDS, main
+from velox_cache.cli.method_arguments import add_method_arguments, method_settings
+from velox_cache.cli.model_argument import model_folder, model_id
+from velox_fn.registry import METHODS, method_factory
+
+HEAVY = ("mlx", "mlx_lm", "numpy", "chex", "jax", "transformers")
+
+
+def velox(*words: str, **options):
+    command = [sys.executable, "-m", "velox_cache", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, **options)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that must be refused in one line; the line."""
+
+    def run(*words: str) -> str:
+        assert main(words) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(f"velox {words[0]}: ")
+        assert captured.err.count("\n") == 1
+        return captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_imports_nothing_heavy(command):
+    words = [command, "--help"] if command else ["--help"]
+    script = (
+        "import sys\nfrom velox_cache.cli.main import main\n"
+        f"try: main({words})\nexcept SystemExit as end: assert not end.code\n"
+        f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("heavy: []\n")
+    assert "example" in result.stdout
+
+
+def test_a_bare_velox_shows_the_commands():
+    result = velox()
+    assert result.returncode == 0
+    assert all(command in result.stdout for command in COMMANDS)
+
+
+def test_every_registered_method_is_listed_with_its_settings(capsys):
+    assert main(["methods"]) == 0
+    listed = capsys.readouterr().out
+    for name, factory in METHODS.items():
+        assert f"\n{name}" in f"\n{listed}"
+        assert f"budget={factory.__kwdefaults__['budget']}" in listed
+
+
+def test_one_method_is_explained(capsys):
+    assert main(["methods", "qfilters"]) == 0
+    explained = capsys.readouterr().out
+    assert "arXiv:2503.02812" in explained
+    assert "calib_tokens=128" in explained
+
+
+def test_arrays_are_not_listed_as_settings(capsys):
+    main(["methods", "qfilters"])
+    assert "filters=" not in capsys.readouterr().out.rsplit("settings:", 1)[1]
+
+
+def test_an_unknown_method_is_refused_with_the_known_ones(refused):
+    assert "qfilters" in refused("methods", "nonsense")
+
+
+def test_a_folder_that_is_not_there_is_refused(refused):
+    assert "no/such/folder" in refused("generate", "no/such/folder", "--prompt", "x")
+
+
+def test_a_folder_without_a_model_is_refused(refused, tmp_path):
+    assert "config.json" in refused("generate", str(tmp_path), "--prompt", "x")
+
+
+def test_a_model_that_is_not_fetched_yet_says_how_to_fetch_it(refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("VELOX_CACHE_DIR", str(tmp_path))
+    assert "velox fetch-model smollm2-135m" in refused("generate", "smollm2-135m", "--prompt", "x")
+
+
+def test_a_repository_that_the_hub_does_not_give_is_refused():
+    import os
+
+    result = velox("generate", "nobody/nothing", "--prompt", "x", env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "nobody/nothing" in result.stderr
+
+
+def test_an_empty_prompt_is_refused(refused):
+    assert "prompt" in refused("generate", "smollm2-135m", "--prompt", " ")
+
+
+def test_a_missing_output_folder_is_refused_before_the_model_loads(refused, tmp_path):
+    assert "missing" in refused("calibrate", "smollm2-135m", "-o", str(tmp_path / "missing" / "filters.npz"))
+
+
+def test_a_file_that_is_no_artifact_is_refused(refused, tmp_path):
+    other = tmp_path / "other.npz"
+    other.write_bytes(b"not a zip")
+    assert "other.npz" in refused("inspect", str(other))
+
+
+def test_a_file_that_is_not_there_is_refused(refused, tmp_path):
+    assert "none.npz" in refused("inspect", str(tmp_path / "none.npz"))
+
+
+def test_traceback_shows_where_an_error_came_from(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        main(["--traceback", "inspect", str(tmp_path / "none.npz")])
+
+
+def test_an_interruption_is_one_line(monkeypatch, capsys):
+    from velox_cache.cli import methods
+
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(methods, "run", interrupted)
+    assert main(["methods"]) == 130
+    assert capsys.readouterr().err == "velox methods: interrupted\n"
+
+
+def test_a_closed_pipe_is_no_error():
+    script = f"{sys.executable} -m velox_cache methods | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def settings_of(*words: str):
+    parser = main_module.argparse.ArgumentParser()
+    add_method_arguments(parser)
+    return method_settings(parser.parse_args(words))
+
+
+def test_settings_that_are_not_given_are_left_to_the_method():
+    assert settings_of() == {}
+
+
+def test_settings_become_keywords_of_install():
+    given = settings_of("--budget", "64", "--n-sink", "2", "--set", "sign=-1", "--set", "granularity=token")
+    assert given == {"budget": 64, "n_sink": 2, "sign": -1, "granularity": "token"}
+
+
+def test_a_setting_given_twice_is_refused():
+    with pytest.raises(ValueError, match="budget"):
+        settings_of("--budget", "64", "--set", "budget=32")
+
+
+def test_a_folder_is_known_by_its_last_part(tmp_path):
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text("{}")
+    assert model_id(str(tmp_path / "my-model")) == "my-model"
+
+
+def test_a_repository_is_left_to_mlx_lm():
+    assert model_folder("owner/name") is None
+
+
+def test_calibrate_then_inspect(tiny_model, tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate_command, "load_model", lambda model: (tiny_model(), tokenizer))
+    text, filters = tmp_path / "text.txt", tmp_path / "filters.npz"
+    text.write_text("All work and no play makes a dull text. " * 20)
+    words = ["calibrate", "owner/tiny", "-o", str(filters), "--text", str(text), "--max-tokens", "300"]
+    assert main(words) == 0
+    assert main(["inspect", str(filters)]) == 0
+    described = capsys.readouterr().out
+    for fact in ("owner/tiny", "300 tokens", "text.txt", "2 of 2 layers", "2 heads of dimension 8", "post-rope"):
+        assert described.count(fact) == 2
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path, monkeypatch, refused):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"\xff\xfe\xff")
+    assert "UTF-8" in refused("calibrate", "owner/tiny", "-o", str(tmp_path / "f.npz"), "--text", str(text))
+
+
+@pytest.mark.real_model
+def test_generate_streams_text_and_accounts_for_the_cache(smollm2_path):
+    prompt = "Count from one to fifty in words: one, two, three, four, five, six, seven, eight, nine, ten, eleven, "
+    cache = ("--method", "streaming_llm", "--budget", "32", "--max-tokens", "24")
+    result = velox("generate", str(smollm2_path), "--prompt", "-", "--no-chat", *cache, input=prompt)
+    assert result.returncode == 0, result.stderr
+    assert "twelve" in result.stdout
+    assert "32 rows kept" in result.stderr
+    assert "tok/s" in result.stderr
+
+
+@pytest.mark.real_model
+def test_an_unknown_setting_is_refused_with_the_known_ones(smollm2_path, refused):
+    line = refused("generate", str(smollm2_path), "--method", "streaming_llm", "--prompt", "x", "--set", "bogus=1")
+    assert "bogus" in line
+    assert all(name in line for name in ("budget", "n_sink"))
+
+
+@pytest.mark.real_model
+def test_filters_of_another_model_are_refused(smollm2_path, tmp_path, refused):
+    import mlx.core as mx
+
+    from velox_cache import QFiltersCalibration, save_qfilters
+
+    save_qfilters(QFiltersCalibration([mx.ones((3, 64))] * 30, model_id="another"), tmp_path / "filters.npz")
+    words = ("generate", str(smollm2_path), "--prompt", "x", "--filters", str(tmp_path / "filters.npz"))
+    assert "another" in refused(*words)
+
+
+def test_every_method_can_be_named():
+    assert all(method_factory(name) is factory for name, factory in METHODS.items())
