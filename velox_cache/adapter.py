@@ -9,6 +9,7 @@ import mlx.core as mx
 from velox_cache.cache_state import pack_state, same_method, unpack_state
 from velox_cache.masks import causal_array, ragged_mask
 from velox_cache.sequences import Sequences, extracted, merged, selected, trimmed
+from velox_fn import batch
 from velox_fn.eviction import Eviction, kept_bytes
 from velox_fn.records import arrays
 from velox_fn.rows import View
@@ -54,6 +55,12 @@ class EvictingKVCache:
         record = self._empty_record(keys, values) if rows.record is None else rows.record
         if rows.batched and keys.shape[0] != len(rows.offsets):
             raise ValueError(f"this cache holds a batch of {len(rows.offsets)} rows, got keys for {keys.shape[0]}")
+        warming_up: int = record.store.warm_up
+        if rows.batched and self._rollback and warming_up:
+            raise ValueError(
+                f"a batch cannot warm up with rollback={self._rollback}: its sequences start to evict one by one, and "
+                "none could keep rows aside by itself; give the method its filters, or use rollback=0"
+            )
         n_tokens = keys.shape[2]
         real = rows.real_tokens(n_tokens)
         valid = None if min(real) == n_tokens else mx.array(real, mx.int32)
@@ -64,7 +71,10 @@ class EvictingKVCache:
         else:
             record, view = self._method.update(record, keys, values, valid=valid)
         self._rows, self._view = rows.advanced(record, real), view
-        self._can_take_back = min(self._can_take_back + n_tokens, self._rollback)
+        self._can_take_back = min(self._can_take_back + min(real), self._rollback)
+        store = self._rows.store
+        if store.budget < warming_up and store.warm_up == 0:  # what the end of a warm-up evicted does not come back
+            self._can_take_back = min(self._can_take_back, min(self._rows.offsets) - warming_up)
         return view
 
     def observe_queries(
@@ -282,7 +292,7 @@ class EvictingKVCache:
 
     @property
     def _has_evicted(self) -> bool:
-        return max(self._rows.offsets) > self._rows.store.most_kept
+        return any(batch.has_evicted(self._rows.store, offset) for offset in self._rows.offsets)
 
     def _empty_record(self, keys: mx.array, values: mx.array) -> Any:
         if keys.ndim != 4 or values.ndim != 4:
@@ -297,7 +307,7 @@ class EvictingKVCache:
             if not same_method(caches[0]._method, cache._method):
                 given = [f"{one._method.name} {dict(one._method.settings)}" for one in (caches[0], cache)]
                 raise ValueError(f"only caches of one method with one set of settings can share a batch, got {given}")
-        self._can_take_back = min(cache._can_take_back for cache in caches)
+        self._can_take_back = 0  # a batch holds no rows aside from before
         self._rows, self._view = merged([cache._rows for cache in caches], self._method), None
 
     def _refuse_unobserved(self) -> None:

@@ -53,7 +53,8 @@ class Sequences:
         lengths = self.lengths
         if lengths is not None:
             lengths = tuple(left - count for left, count in zip(lengths, real, strict=True))
-        return replace(self, record=record, offsets=offsets, lengths=lengths)
+        after = replace(self, record=record, offsets=offsets, lengths=lengths)
+        return after if lengths is None else _known_offsets(after)
 
     def with_store(self, store: Store) -> "Sequences":
         return replace(self, record=replace(self.record, store=store))  # type: ignore[type-var]
@@ -90,6 +91,7 @@ def selected(rows: Sequences, indices: Sequence[int]) -> Sequences:
     )
     if left.record is None:
         return left
+    left = _known_offsets(left)
     longest = max(left.real_rows)
     if longest == left.store.filled:
         return left
@@ -120,6 +122,4 @@ def _known_offsets(rows: Sequences) -> Sequences:
     """Tell the record what only the host knows for certain after padded calls."""
     if rows.record is None:
         return rows
-    seen = min(rows.offsets)
-    warm_up = rows.store.warm_up if seen < rows.store.warm_up else 0
-    return rows.with_store(replace(rows.store, seen_by_all=seen, warm_up=warm_up))
+    return rows.with_store(batch.with_seen(rows.store, min(rows.offsets)))

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from velox_fn import select
 from velox_fn.rows import Rows, in_temporal_order
-from velox_fn.store import Store, kept_rows, used_rows
+from velox_fn.store import Store, held_rows, kept_rows, used_rows
 
 _State = TypeVar("_State")
 
@@ -37,7 +37,7 @@ def narrow(store: Store, n_rows: int, *, ordered: bool) -> Store:
 
     `ordered`: no padding is left.
     """
-    rows = kept_rows(dataclasses.replace(store, ordered=False))
+    rows = held_rows(dataclasses.replace(store, ordered=False))
     return dataclasses.replace(
         store,
         keys=rows.keys[:, :, :n_rows],
@@ -54,12 +54,26 @@ def real_rows(store: Store, offset: int) -> int:
     return min(offset, store.filled, store.budget) if warmed_up else min(offset, store.filled)
 
 
+def has_evicted(store: Store, offset: int) -> bool:
+    """Whether a sequence that has seen `offset` tokens has lost one: not while its rows warm up, nor within budget."""
+    return offset > store.budget and offset >= store.warm_up
+
+
+def with_seen(store: Store, seen_by_all: int) -> Store:
+    """`store`, told how many tokens every sequence has seen, which after padded calls only the caller knows."""
+    store = dataclasses.replace(store, seen_by_all=seen_by_all)
+    if not 0 < store.warm_up <= seen_by_all:
+        return store
+    store = dataclasses.replace(store, warm_up=0)
+    return store if store.filled <= store.limit else narrow(store, store.limit, ordered=False)
+
+
 def trim(store: Store, n_tokens: int) -> Store:
     """`store` as it was `n_tokens` tokens ago. Exact when nothing was evicted, or for up to `rollback` tokens.
 
     Raises ValueError beyond that. The row that a token evicted comes back because `rollback` rows are kept aside.
     """
-    evicted = store.seen_by_all > store.budget
+    evicted = has_evicted(store, store.seen_by_all)
     if n_tokens > store.seen_by_all or (evicted and n_tokens > store.rollback):
         raise ValueError(
             f"cannot take back {n_tokens} tokens: rows have been evicted and rollback={store.rollback}; give the "
@@ -105,7 +119,7 @@ def _joined_stores(stores: list[Store]) -> Store:
     if len(limits) > 1:
         raise ValueError(f"cannot merge stores of different (budget, n_sink, recent, rollback): {sorted(limits)}")
     warm_up = max(store.warm_up for store in stores)
-    closed = [_without_dead_row(store) for store in stores]
+    closed = [_with_kept_rows_only(store) for store in stores]
     filled = max(store.filled for store in closed)
     parts = [_padded(used_rows(store), filled) for store in closed]
     return dataclasses.replace(
@@ -121,8 +135,19 @@ def _joined_stores(stores: list[Store]) -> Store:
     )
 
 
-def _without_dead_row(store: Store) -> Store:
-    return narrow(store, store.limit, ordered=True) if store.filled > store.limit else store
+def _with_kept_rows_only(store: Store) -> Store:
+    """`store` without dead row and rows kept aside: in a batch, a sequence has all its rows, or the budget."""
+    if store.filled <= store.most_kept:
+        return store
+    rows = kept_rows(dataclasses.replace(store, ordered=False))
+    return dataclasses.replace(
+        store,
+        keys=rows.keys,
+        values=rows.values,
+        ranks=rows.ranks,
+        filled=store.most_kept,
+        ordered=store.seen_by_all >= store.most_kept,
+    )
 
 
 def _padded(rows: Rows, n_rows: int) -> Rows:

@@ -63,10 +63,12 @@ def warm_up(
     unscored = mx.zeros(keys.shape[:3], mx.float32)
     ranks = select.arrival_ranks(unscored, keys, values, positions, store.n_sink)
     landed, view = land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
-    if landed.filled >= calib_tokens:
+    may_freeze = landed.filled >= calib_tokens
+    if may_freeze or keys.shape[0] > 1:  # in a batch, a sequence that froze before may have few rows
         ready = landed.offset >= calib_tokens
-        fresh = ready & (store.offset < calib_tokens)
-        filters = mx.where(fresh[:, None, None], _estimate(landed, calib_tokens), filters)
+        if may_freeze:
+            fresh = ready & (store.offset < calib_tokens)
+            filters = mx.where(fresh[:, None, None], _estimate(landed, calib_tokens), filters)
         landed = _rescored(landed, filters, score)
         if landed.seen_by_all >= calib_tokens:
             landed = dataclasses.replace(landed, warm_up=0)

@@ -7,7 +7,7 @@ import mlx.core as mx
 from velox_fn import select
 from velox_fn.fused_evict import evict_rows
 from velox_fn.rows import Rows, View, in_temporal_order
-from velox_fn.store import Store, overwrites, seen_rows, used_rows
+from velox_fn.store import Store, held_rows, overwrites, seen_rows, used_rows
 
 _GROWTH = 256  # rows; the step in which mlx_lm's own caches grow
 
@@ -21,6 +21,8 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
     """
     n_tokens = block.keys.shape[2]
     offset = store.offset + (n_tokens if valid is None else valid)
+    if store.filled > store.limit and not overwrites(store, n_tokens):
+        store = without_dead_row(store)
     if valid is None:
         store = dataclasses.replace(store, seen_by_all=store.seen_by_all + n_tokens)
     else:
@@ -34,15 +36,24 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
             values,
         )
     seen = seen_rows(store, n_tokens)
-    if store.filled > store.limit:  # the dead row leaves before a block
-        store = dataclasses.replace(
-            store, keys=seen.keys, values=seen.values, ranks=seen.ranks, filled=store.limit, ordered=True
-        )
     landed = append(store, block, offset)
     if store.filled <= store.most_kept:
         rows = used_rows(landed)
         return landed, (rows.keys, rows.values)
     return landed, (_joined(seen.keys, block.keys, 0), _joined(seen.values, block.values, 0))
+
+
+def without_dead_row(store: Store) -> Store:
+    """`store` cut down to its limit and in temporal order; padding of short sequences comes last."""
+    rows = held_rows(dataclasses.replace(store, ordered=False))
+    return dataclasses.replace(
+        store,
+        keys=rows.keys,
+        values=rows.values,
+        ranks=rows.ranks,
+        filled=rows.ranks.shape[2],
+        ordered=store.seen_by_all >= store.limit,
+    )
 
 
 def overwrite_victim(

@@ -96,10 +96,19 @@ def used_rows(store: Store) -> Rows:
 
 def kept_rows(store: Store) -> Rows:
     """The kept rows, at most `budget`: real rows first in temporal order, padding last."""
+    return _best_rows(store, store.most_kept, store.recent)
+
+
+def held_rows(store: Store) -> Rows:
+    """The rows that an eviction leaves, at most `limit`: the kept ones and those kept aside, in the same order."""
+    return _best_rows(store, store.limit, store.protected)
+
+
+def _best_rows(store: Store, keep: int, recent: int) -> Rows:
     rows = used_rows(store)
-    if store.filled > store.most_kept:
-        ranks = select.competing_ranks(rows.ranks, store.offset, store.recent)
-        rows = gather_rows(rows, select.survivors(ranks, store.most_kept))
+    if store.filled > keep:
+        ranks = select.competing_ranks(rows.ranks, store.offset, recent)
+        rows = gather_rows(rows, select.survivors(ranks, keep))
     return rows if store.ordered else in_temporal_order(rows)
 
 
