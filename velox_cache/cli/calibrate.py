@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         sequence_length=arguments.sequence_length,
         model_id=arguments.model_id or model_id(arguments.model),
         dataset=", ".join(arguments.text) if arguments.text else SOURCE,
+        progress=sys.stderr.isatty(),
     )
     save_qfilters(calibration, output)
     print(f"{output}: {describe(calibration)}")

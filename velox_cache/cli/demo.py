@@ -6,6 +6,7 @@ Nothing is staged: a model this small may well lose the planted fact in a small 
 import argparse
 import os
 import platform
+import sys
 import time
 
 EXAMPLES = """examples:
@@ -55,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_tokens=arguments.calibration_tokens,
         model_id=name,
         dataset=SOURCE,
+        progress=sys.stderr.isatty(),
     )
     filters = default_cache_dir().parent / "filters" / f"{name.replace('/', '--')}.npz"
     filters.parent.mkdir(parents=True, exist_ok=True)
