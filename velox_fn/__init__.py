@@ -3,6 +3,7 @@
 from velox_fn.cur import cur
 from velox_fn.curdkv import CurDKVState, curdkv, curdkv_init, curdkv_step, curdkv_update
 from velox_fn.eviction import Eviction, kept_bytes, kept_positions, kv
+from velox_fn.expected_attention import expected_attention
 from velox_fn.fused_evict import fused_evict
 from velox_fn.h2o import h2o
 from velox_fn.key_svd import estimate_filter_dir
@@ -16,6 +17,7 @@ from velox_fn.query_gram import (
     query_gram_filters,
     query_gram_init,
     query_gram_merge,
+    query_gram_moments,
     query_gram_update,
 )
 from velox_fn.random_eviction import random_eviction
@@ -41,6 +43,7 @@ __all__ = [
     "curdkv_step",
     "curdkv_update",
     "estimate_filter_dir",
+    "expected_attention",
     "fused_evict",
     "h2o",
     "kept_bytes",
@@ -55,6 +58,7 @@ __all__ = [
     "query_gram_filters",
     "query_gram_init",
     "query_gram_merge",
+    "query_gram_moments",
     "query_gram_update",
     "random_eviction",
     "rope_remap_positions",

@@ -72,7 +72,7 @@ def _running_update(
     landed, view = land(state, keys, values, valid)
     rows = used_rows(landed.store)
     positions = select.rank_positions(rows.ranks)
-    unit = _unit(rows.keys)
+    unit = unit_keys(rows.keys)
     counted = mx.isfinite(unit) & (positions >= 0)[..., None]
     mean = mx.where(counted, unit, 0.0).sum(axis=2)  # but for its length, which orders nothing
     store = with_scores(landed.store, _minus_cosine(rows.keys, rows.values, positions, (mean,)), keys.shape[2])
@@ -81,9 +81,10 @@ def _running_update(
 
 def _minus_cosine(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
     # But for the length of the mean, which is the same for all rows of a head.
-    return -(_unit(keys) * params[0][:, :, None]).sum(-1)
+    return -(unit_keys(keys) * params[0][:, :, None]).sum(-1)
 
 
-def _unit(keys: mx.array) -> mx.array:
+def unit_keys(keys: mx.array) -> mx.array:
+    """Keys [...,D] at unit norm, float32; NaN where a key is not finite. Their mean is what `mean_keys` holds."""
     exact = keys.astype(mx.float32)
     return exact / mx.maximum(mx.sqrt((exact * exact).sum(-1, keepdims=True)), _LEAST_NORM)

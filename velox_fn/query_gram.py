@@ -94,8 +94,7 @@ def query_gram_filters(state: QueryGram) -> mx.array:
 
     Raises ValueError when no query was added, or when one was not finite.
     """
-    if state.count.item() < 1:
-        raise ValueError("no query was added to this record; call query_gram_update with at least one token first")
+    _check_not_empty(state)
     if not mx.isfinite(state.gram).all(stream=mx.cpu).item():
         raise ValueError(
             "queries must be finite, but some were NaN or infinite; check the model's weights and dtype "
@@ -106,6 +105,26 @@ def query_gram_filters(state: QueryGram) -> mx.array:
         leading = directions[..., -1]  # eigh sorts ascending
         drift = (state.total * leading).sum(-1, keepdims=True)
         return mx.where(drift < 0, -leading, leading).astype(mx.float32)
+
+
+def query_gram_moments(state: QueryGram, n_kv_heads: int) -> tuple[mx.array, mx.array]:
+    """Mean float32 [n_kv_heads,D] and covariance float32 [n_kv_heads,D,D] of the queries of each KV head.
+
+    The H_q / n_kv_heads consecutive query heads of a group count together, as one set of queries.
+
+    Raises ValueError when no query was added, or when H_q is not a multiple of `n_kv_heads`.
+    """
+    n_kv_heads = whole_number("n_kv_heads", n_kv_heads, 1)
+    n_heads, head_dim = state.total.shape
+    if n_heads % n_kv_heads:
+        raise ValueError(f"{n_heads} query heads cannot be split evenly over n_kv_heads={n_kv_heads}")
+    _check_not_empty(state)
+    with mx.stream(mx.cpu):
+        queries = state.count * (n_heads // n_kv_heads)
+        mean = state.total.reshape(n_kv_heads, -1, head_dim).sum(1) / queries
+        second = state.gram.reshape(n_kv_heads, -1, head_dim, head_dim).sum(1) / queries
+        covariance = second - mean[..., None] * mean[..., None, :]
+        return mean.astype(mx.float32), covariance.astype(mx.float32)
 
 
 def compute_qfilters(queries: mx.array, max_samples_per_head: int | None = None, seed: int = 0) -> mx.array:
@@ -159,3 +178,8 @@ def average_gqa_filters(filters: mx.array, n_kv_heads: int) -> mx.array:
             "without a direction"
         )
     return averaged
+
+
+def _check_not_empty(state: QueryGram) -> None:
+    if bool((state.count < 1).item()):
+        raise ValueError("no query was added to this record; call query_gram_update with at least one token first")

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from velox_fn.cur import cur
 from velox_fn.curdkv import curdkv
 from velox_fn.eviction import Eviction
+from velox_fn.expected_attention import expected_attention
 from velox_fn.h2o import h2o
 from velox_fn.keydiff import keydiff
 from velox_fn.l2norm import l2norm
@@ -25,6 +26,7 @@ METHODS: Mapping[str, Callable[..., Eviction]] = MappingProxyType(
         "cur": cur,
         "l2norm": l2norm,
         "keydiff": keydiff,
+        "expected_attention": expected_attention,
         "streaming_llm": streaming_llm,
         "random": random_eviction,
     }

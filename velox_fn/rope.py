@@ -56,24 +56,39 @@ def rope_remap_positions(keys: mx.array, old: mx.array, new: mx.array, rope: Rop
     The angles and the turn are float32; the result has the keys' dtype. A key that does not move stays as it is.
     Raises ValueError when the keys are narrower than the rotation.
     """
-    head_dim, half = keys.shape[-1], rope.dims // 2
-    if rope.dims > head_dim:
+    if rope.dims > keys.shape[-1]:
         raise ValueError(
-            f"rope turns {rope.dims} dimensions, but keys have {head_dim}; read it from the keys' own model"
+            f"rope turns {rope.dims} dimensions, but keys have {keys.shape[-1]}; read it from the keys' own model"
         )
-    if rope.dims == 0:
-        return keys
-    if rope.freqs is None:
-        turns = rope.base ** (-mx.arange(half, dtype=mx.float32) / half)
-    else:
-        turns = 1 / mx.array(rope.freqs, mx.float32)
-    angle = ((new - old).astype(mx.float32) * rope.scale)[..., None] * turns
-    cos, sin = mx.cos(angle), mx.sin(angle)
-    turned = keys[..., : rope.dims].astype(mx.float32)
+    cos, sin = _rotation((new - old).astype(mx.float32), rope)
+    return turn_by(keys, cos, sin, rope)
+
+
+def mean_rotation(first: mx.array, n_positions: int, rope: RopeSpec) -> tuple[mx.array, mx.array]:
+    """Cosines and sines float32 [B,dims/2] of the mean rotation of `n_positions` positions from `first` [B] on."""
+    positions = first[:, None] + mx.arange(n_positions)
+    cos, sin = _rotation(positions.astype(mx.float32), rope)
+    return cos.mean(axis=1), sin.mean(axis=1)
+
+
+def turn_by(vectors: mx.array, cos: mx.array, sin: mx.array, rope: RopeSpec) -> mx.array:
+    """Vectors [...,D] turned by the given cosines and sines, broadcastable to [...,dims/2]; the vectors' dtype."""
+    turned = vectors[..., : rope.dims].astype(mx.float32)
+    half = rope.dims // 2
     if rope.traditional:
         first, second = turned[..., 0::2], turned[..., 1::2]
     else:
         first, second = turned[..., :half], turned[..., half:]
     parts = [first * cos - second * sin, first * sin + second * cos]
     turned = mx.stack(parts, axis=-1).reshape(turned.shape) if rope.traditional else mx.concatenate(parts, axis=-1)
-    return mx.concatenate([turned.astype(keys.dtype), keys[..., rope.dims :]], axis=-1)
+    return mx.concatenate([turned.astype(vectors.dtype), vectors[..., rope.dims :]], axis=-1)
+
+
+def _rotation(turns: mx.array, rope: RopeSpec) -> tuple[mx.array, mx.array]:
+    """Cosine and sine float32 [...,dims/2] of the rotation by that many positions, float32 [...]."""
+    if rope.freqs is None:
+        angles = rope.base ** (-mx.arange(0, rope.dims, 2, dtype=mx.float32) / max(rope.dims, 1))
+    else:
+        angles = 1 / mx.array(rope.freqs, mx.float32)
+    angles = (turns * rope.scale)[..., None] * angles
+    return mx.cos(angles), mx.sin(angles)
