@@ -3,14 +3,16 @@
 import _thread
 import argparse
 import logging
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.nn as nn
 import mlx_lm.server
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.server import ModelProvider
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.server import ModelProvider, ResponseGenerator
 
 Install = Callable[[nn.Module], object]
 """Puts evicting caches into a loaded model; what it returns is logged."""
@@ -45,6 +47,25 @@ class EvictingModelProvider(ModelProvider):
         self.is_batchable = all(hasattr(cache, "merge") for cache in make_prompt_cache(self.model))
 
 
+class PromptPrefixes(LRUPromptCache):
+    """mlx_lm's store of used prompt caches, which always leaves a token to run the model on.
+
+    mlx_lm's server ends when a prompt is, to the last token, one whose cache it has: it asks for a batch row without
+    tokens. Caches that can be trimmed seldom meet this, since their prefixes are dropped; those that have evicted do.
+    """
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """A copy of the cache of the longest known proper prefix of `tokens`, and the tokens that are not in it."""
+        cache, rest = super().fetch_nearest_cache(model, tokens)
+        if cache is None or rest:
+            return cache, rest
+        if can_trim_prompt_cache(cache):
+            trim_prompt_cache(cache, 1)
+            return cache, tokens[-1:]
+        cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
+        return cache, rest + tokens[-1:]
+
+
 def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> None:
     """Run mlx_lm.server for `model` in the main thread, until interrupted.
 
@@ -54,33 +75,52 @@ def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> N
 
     Raises what loading or `install` raised, and ValueError for a draft model: speculative decoding needs a rollback.
     """
-    providers: list[EvictingModelProvider] = []
+    provider: list[EvictingModelProvider] = []
+    generator: list[ResponseGenerator] = []
 
-    def provider(cli_args: argparse.Namespace) -> EvictingModelProvider:
-        providers.append(EvictingModelProvider(cli_args, install))
-        return providers[-1]
+    def make_provider(cli_args: argparse.Namespace) -> EvictingModelProvider:
+        provider.append(EvictingModelProvider(cli_args, install))
+        return provider[0]
 
-    with _standing_in(provider, ["--model", model, *server_options]):
+    def make_generator(*arguments: Any) -> ResponseGenerator:
+        generator.append(ResponseGenerator(*arguments))
+        return generator[0]
+
+    parts: dict[str, Callable[..., Any]] = {
+        "ModelProvider": make_provider,
+        "ResponseGenerator": make_generator,
+        "LRUPromptCache": PromptPrefixes,
+    }
+    with _standing_in(["--model", model, *server_options], parts):
         try:
             mlx_lm.server.main()
         except KeyboardInterrupt:
-            if all(made.failure is None for made in providers):
+            if provider[0].failure is None:
                 raise
-    for made in providers:
-        if made.failure is not None:
-            raise made.failure
+        finally:
+            for started in generator:  # whose thread would keep the process alive, as when the port is taken
+                started.stop_and_join()
+    if provider[0].failure is not None:
+        raise provider[0].failure
 
 
 @contextmanager
-def _standing_in(provider: Callable[[argparse.Namespace], ModelProvider], options: list[str]) -> Iterator[None]:
-    """mlx_lm.server's main takes its options from sys.argv and its provider by name: give it ours meanwhile."""
+def _standing_in(options: list[str], parts: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """mlx_lm.server's main takes its options from sys.argv and its parts by name: give it ours meanwhile.
+
+    It ends on an interrupt, so interrupts are heard even in a process that was started deaf to them (a shell's `&`).
+    """
     names, arguments = vars(mlx_lm.server), sys.argv
-    theirs = names["ModelProvider"]
-    names["ModelProvider"], sys.argv = provider, ["mlx_lm.server", *options]
+    theirs = {name: names[name] for name in parts}
+    hearing = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["mlx_lm.server", *options]
+    names.update(parts)
     try:
         yield
     finally:
-        names["ModelProvider"], sys.argv = theirs, arguments
+        names.update(theirs)
+        sys.argv = arguments
+        signal.signal(signal.SIGINT, hearing)
 
 
 def _refuse_draft(draft_model: str | None) -> None:

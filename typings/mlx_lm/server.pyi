@@ -3,6 +3,8 @@ from typing import Any
 
 import mlx.nn as nn
 
+from .models.cache import LRUPromptCache
+
 class ModelProvider:
     cli_args: argparse.Namespace
     model: nn.Module
@@ -15,9 +17,6 @@ class ModelProvider:
         self, model_path: str, adapter_path: str | None = ..., draft_model_path: str | None = ...
     ) -> tuple[nn.Module, Any]: ...
     def _load(self, model_path: str, adapter_path: str | None = ..., draft_model_path: str | None = ...) -> None: ...
-
-class LRUPromptCache:
-    def __init__(self, max_size: int = ..., max_bytes: int = ...) -> None: ...
 
 class ResponseGenerator:
     def __init__(self, model_provider: ModelProvider, prompt_cache: LRUPromptCache) -> None: ...
