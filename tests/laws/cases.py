@@ -1,0 +1,99 @@
+"""Every registered method in the forms that the laws are held to.
+
+A method registered in velox_fn.registry.METHODS is tested by being registered: without an entry here it gets the common
+arguments only.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from velox_fn import METHODS, Eviction
+
+H, H_Q, D, D_V = 2, 4, 8, 6
+BUDGET, N_SINK = 16, 2
+
+_rng = np.random.default_rng(7)
+_FILTERS = mx.array(_rng.standard_normal((H, D)).astype(np.float32))
+_COVARIANCES = mx.broadcast_to(mx.eye(D), (H, D, D))
+
+ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    "qfilters": (
+        ("calibrated", {"filters": _FILTERS}),
+        ("recent", {"filters": _FILTERS, "recent": 5}),
+        ("inverted", {"filters": _FILTERS, "sign": -1}),
+        ("rollback", {"filters": _FILTERS, "recent": 3, "rollback": 4}),
+        ("fallback", {"calib_tokens": 6}),
+        ("fallback over budget", {"calib_tokens": 25, "recent": 3}),
+    ),
+    "h2o": (("", {"grace": 4}),),
+    "snapkv": (("", {"obs_window": 4, "kernel": 3}),),
+    "curdkv": (("block", {}), ("token", {"granularity": "token"}), ("recent", {"recent": 4, "rank_cap": 2})),
+    "keydiff": (("running", {}), ("calibrated", {"mean_keys": _FILTERS})),
+    "expected_attention": (("", {"future": 8}), ("calibrated", {"query_mean": _FILTERS, "query_cov": _COVARIANCES})),
+    "random": (("", {}), ("recent", {"recent": 5, "seed": 3})),
+    "l2norm": (("", {}), ("recent", {"recent": 5})),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One method with one set of arguments."""
+
+    method: str
+    label: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.label}".strip()
+
+    def make(self, **changes: Any) -> Eviction:
+        factory = METHODS[self.method]
+        common = {"budget": BUDGET, "n_sink": N_SINK} | self.arguments | changes
+        known = inspect.signature(factory).parameters
+        return factory(**{name: value for name, value in common.items() if name in known})
+
+    @property
+    def warm_up(self) -> int:
+        """Tokens before which nothing is evicted."""
+        return 0 if "filters" in self.arguments else self.arguments.get("calib_tokens", 0)
+
+    def most_kept(self, offset: int) -> int:
+        """Most rows that may be kept after so many tokens."""
+        return offset if offset < self.warm_up else min(BUDGET, offset)
+
+
+CASES = [
+    Case(method, label, arguments) for method in METHODS for label, arguments in ARGUMENTS.get(method, (("", {}),))
+]
+STATIC = [case for case in CASES if case.make().static]
+
+
+def block(n_tokens: int, seed: int = 0, batch: int = 1, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, ...]:
+    """Random keys [B,H,S,D], values [B,H,S,D_v], queries [B,H_q,S,D]."""
+    rng = np.random.default_rng(seed)
+    shapes = ((batch, H, n_tokens, D), (batch, H, n_tokens, D_V), (batch, H_Q, n_tokens, D))
+    return tuple(mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype) for shape in shapes)
+
+
+def fed(method: Eviction, tokens: tuple[mx.array, ...], calls: list[int], *, proxy: bool = True) -> Any:
+    """The state after `tokens` in calls of these sizes; the keys stand in for queries unless told otherwise."""
+    keys, values, queries = tokens
+    state = method.init(keys.shape[0], H, D, D_V, keys.dtype)
+    start = 0
+    for n_tokens in calls:
+        part = slice(start, start + n_tokens)
+        state, _ = method.update(
+            state, keys[:, :, part], values[:, :, part], queries=None if proxy else queries[:, :, part]
+        )
+        start += n_tokens
+    return state
+
+
+def bits(array: mx.array) -> np.ndarray:
+    """The array's bytes, so that NaN equals NaN and nothing is rounded."""
+    return np.array(array.view(mx.uint8) if array.dtype != mx.bool_ else array)
