@@ -27,8 +27,13 @@ def cache_layout(model: nn.Module) -> tuple[str, ...]:
     return tuple(_name(cache) for cache in _own_caches(model))
 
 
+def viewed_caches(model: nn.Module) -> list[Any]:
+    """Empty caches of the model's own kind for `observed_prefill` to fill."""
+    return [_viewed(cache) for cache in _own_caches(model)]
+
+
 def observed_prefill(
-    model: nn.Module, tokens: Sequence[int], prefill_step_size: int = 512
+    model: nn.Module, tokens: Sequence[int], prefill_step_size: int = 512, *, caches: Sequence[Any] | None = None
 ) -> Iterator[list[LayerQueries]]:
     """Run `tokens` through `model` from an empty cache; per block of `prefill_step_size` yield its layers' queries.
 
@@ -36,9 +41,11 @@ def observed_prefill(
     (sliding, chunked, recurrent) are left out, and so is attention that does not read what its cache returned (latent
     attention). Layers that share one cache are both reported under it. Arrays are lazy; logits are never computed.
 
+    `caches`, made by `viewed_caches`, are filled on the way, for a caller who goes on with them.
+
     Raises ValueError when the model computes attention without mlx_lm's function.
     """
-    caches = [_viewed(cache) for cache in _own_caches(model)]
+    caches = viewed_caches(model) if caches is None else caches
     layer_of = {id(cache): layer for layer, entry in enumerate(caches) for cache in flat_caches([entry])}
     for start in range(0, len(tokens), prefill_step_size):
         block: list[LayerQueries] = []

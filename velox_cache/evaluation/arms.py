@@ -1,0 +1,73 @@
+"""The caches that are compared, as values: a method, its settings, and how to make fresh ones."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from velox_cache.install import install, uninstall
+from velox_cache.qfilters_artifact import QFiltersCalibration
+from velox_fn.registry import method_factory
+
+MakeCache = Callable[[], list[Any]]
+"""Makes a fresh prompt cache."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One cache to compare; `method` None is the full cache."""
+
+    label: str
+    method: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    calibrated: bool = True  # a method that takes filters gets those of the calibration
+
+    @property
+    def budget(self) -> int | None:
+        """Most rows kept; None for the full cache, or where the method's default holds."""
+        return self.settings.get("budget")
+
+
+FULL = Arm("full cache")
+
+
+def parse_arm(text: str, budget: int) -> Arm:
+    """The arm that `method:setting=value:...` names, at a budget; `filters=none` leaves the calibration out.
+
+    Values are whole numbers, true, false or words. Raises ValueError when the method is unknown or the text is not of
+    that form.
+    """
+    method, *parts = text.split(":")
+    method_factory(method)
+    settings: dict[str, Any] = {}
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals or not name:
+            raise ValueError(f"an arm is method:setting=value:..., such as qfilters:recent=0, got {text!r}")
+        settings[name] = _value(value)
+    calibrated = settings.pop("filters", "calibrated") != "none"
+    return Arm(text, method, {"budget": budget, **settings}, calibrated)
+
+
+def cache_maker(model: nn.Module, arm: Arm, calibration: QFiltersCalibration | None = None) -> MakeCache:
+    """What makes fresh prompt caches of this arm for `model`, which itself is left with its own.
+
+    Methods that score by attention wait for true queries: run the model inside `observe_queries(model)`. Raises
+    ValueError as `velox_cache.install` does.
+    """
+    uninstall(model)
+    if arm.method is None:
+        return lambda: make_prompt_cache(model)
+    takes_filters = "filters" in inspect.signature(method_factory(arm.method)).parameters
+    install(model, arm.method, filters=calibration if takes_filters and arm.calibrated else None, **arm.settings)
+    make: MakeCache = model.make_cache
+    uninstall(model)
+    return make
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False}
+    return words[text] if text in words else int(text) if text.lstrip("-").isdigit() else text
