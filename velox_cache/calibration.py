@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
@@ -10,15 +11,18 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from velox_cache.layer_statistics import LayerStatistics
 from velox_cache.observed_prefill import LayerQueries, cache_layout, observed_prefill
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_cache.query_tap import model_type
 from velox_fn.checks import whole_number
+from velox_fn.keydiff import unit_keys
 from velox_fn.query_gram import (
     QueryGram,
     average_gqa_filters,
     query_gram_filters,
     query_gram_init,
+    query_gram_moments,
     query_gram_update,
 )
 from velox_fn.records import arrays
@@ -44,7 +48,7 @@ def calibrate(
     dataset: str | None = None,
     progress: bool = True,
 ) -> QFiltersCalibration:
-    """Filters of `model`, from the queries it makes of `texts`.
+    """Filters of `model`, from the queries it makes of `texts`, and the statistics that other methods score by.
 
     Each text is cut into sequences of at most `sequence_length` tokens (the paper: 20 of 2,048), each of which runs
     from an empty cache in blocks of `prefill_step_size`; `max_tokens` bounds the tokens of all texts together. Choose
@@ -65,10 +69,11 @@ def calibrate(
             f"texts hold {n_tokens} tokens; calibration needs at least {LEAST_TOKENS}, and a few thousand to be good: "
             "give more text"
         )
-    grams, n_kv_heads = _query_grams(model, sequences, prefill_step_size, progress)
+    sums = _layer_sums(model, sequences, prefill_step_size, progress)
     layout = cache_layout(model)
     return QFiltersCalibration(
-        [_layer_filter(i, grams[i], n_kv_heads[i]) if i in grams else None for i in range(len(layout))],
+        [_layer_filter(i, sums[i]) if i in sums else None for i in range(len(layout))],
+        statistics=[_layer_statistics(sums[i]) if i in sums else None for i in range(len(layout))],
         model_id=model_id,
         n_samples=n_tokens,
         dataset=dataset,
@@ -120,9 +125,9 @@ def sign_agreement(
     Raises ValueError below 0.5, and when the filters do not fit the model's layers, heads or width.
     """
     sequences = _sequences(tokenizer, [text], max_tokens, max_tokens)
-    grams, _ = _query_grams(model, sequences, prefill_step_size, progress=False)
+    sums = _layer_sums(model, sequences, prefill_step_size, progress=False)
     n_agreeing = n_heads = 0
-    for layer, gram in grams.items():
+    for layer, gram in ((layer, sums_of_layer.queries) for layer, sums_of_layer in sums.items()):
         filters = calibration.filters[layer] if layer < len(calibration.filters) else None
         if filters is None or gram.total.shape[0] % filters.shape[0] or gram.total.shape[1] != filters.shape[1]:
             given = "none" if filters is None else f"one of shape {tuple(filters.shape)}"
@@ -194,23 +199,45 @@ def _observed_blocks(
                 bar.advance(task, block[0].queries.shape[2])
 
 
-def _query_grams(
+@dataclass(frozen=True, eq=False)
+class _LayerSums:
+    """Sums over the tokens of one layer."""
+
+    queries: QueryGram
+    unit_keys: mx.array  # [H, D] float64: sum of the keys at unit norm
+    scale: float  # of the attention logits
+
+
+def _layer_sums(
     model: nn.Module, sequences: Sequence[Sequence[int]], prefill_step_size: int, progress: bool
-) -> tuple[dict[int, QueryGram], dict[int, int]]:
-    grams: dict[int, QueryGram] = {}
-    n_kv_heads: dict[int, int] = {}
+) -> dict[int, _LayerSums]:
+    sums: dict[int, _LayerSums] = {}
     for block in _observed_blocks(model, sequences, prefill_step_size, progress):
         for call in block:
-            if call.layer not in grams:
-                grams[call.layer] = query_gram_init(call.queries.shape[1], call.queries.shape[3])
-                n_kv_heads[call.layer] = call.keys.shape[1]
-            grams[call.layer] = query_gram_update(grams[call.layer], call.queries)
-        mx.eval([arrays(gram) for gram in grams.values()])
-    return grams, n_kv_heads
+            sums[call.layer] = _with_block(sums.get(call.layer), call)
+        mx.eval([[*arrays(layer.queries), layer.unit_keys] for layer in sums.values()])
+    return sums
 
 
-def _layer_filter(layer: int, gram: QueryGram, n_kv_heads: int) -> mx.array:
+def _with_block(sums: _LayerSums | None, call: LayerQueries) -> _LayerSums:
+    n_tokens = call.queries.shape[2]
+    new_keys = unit_keys(call.keys[0, :, -n_tokens:]).sum(axis=1)
+    with mx.stream(mx.cpu):
+        so_far = mx.zeros(new_keys.shape, mx.float64) if sums is None else sums.unit_keys
+        total = so_far + new_keys.astype(mx.float64)
+    gram = query_gram_init(call.queries.shape[1], call.queries.shape[3]) if sums is None else sums.queries
+    return _LayerSums(query_gram_update(gram, call.queries), total, call.scale)
+
+
+def _layer_filter(layer: int, sums: _LayerSums) -> mx.array:
     try:
-        return average_gqa_filters(query_gram_filters(gram), n_kv_heads)
+        return average_gqa_filters(query_gram_filters(sums.queries), sums.unit_keys.shape[0])
     except ValueError as error:
         raise ValueError(f"layer {layer} cannot be calibrated: {error}") from error
+
+
+def _layer_statistics(sums: _LayerSums) -> LayerStatistics:
+    mean, covariance = query_gram_moments(sums.queries, sums.unit_keys.shape[0])
+    with mx.stream(mx.cpu):
+        mean_keys = (sums.unit_keys / sums.queries.count).astype(mx.float32)
+    return LayerStatistics(mean_keys, mean * sums.scale, covariance * sums.scale**2)

@@ -5,14 +5,16 @@ import os
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-FORMAT_VERSION = 1
+from velox_cache.layer_statistics import LayerStatistics
+
+FORMAT_VERSION = 2  # 1: filters only
 POST_ROPE = "post-rope"
 HIGHER_IS_KEPT = "higher projection = keep"
 
@@ -34,10 +36,12 @@ class QFiltersCalibration:
     sign_convention: str = HIGHER_IS_KEPT
     layer_layout: tuple[str, ...] = ()  # per layer the name of its cache class as the model makes it; () if not known
     format_version: int = FORMAT_VERSION
+    statistics: Sequence[LayerStatistics | None] = ()  # per layer, for other methods; (): an artifact of filters only
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "filters", tuple(self.filters))
         object.__setattr__(self, "layer_layout", tuple(self.layer_layout))
+        object.__setattr__(self, "statistics", tuple(self.statistics))
         if all(layer is None for layer in self.filters):
             raise ValueError("filters must hold a filter for at least one layer, got none; calibrate the model first")
         for index, layer in enumerate(self.filters):
@@ -47,6 +51,11 @@ class QFiltersCalibration:
             raise ValueError(
                 f"filters must be {POST_ROPE!r} with {HIGHER_IS_KEPT!r}, got {self.basis!r} with "
                 f"{self.sign_convention!r}; negate filters of the other sign, calibrate again for the other basis"
+            )
+        if self.statistics and len(self.statistics) != len(self.filters):
+            raise ValueError(
+                f"statistics has {len(self.statistics)} entries but filters has {len(self.filters)}; give one per "
+                "layer, or leave them out"
             )
         if self.layer_layout and len(self.layer_layout) != len(self.filters):
             raise ValueError(
@@ -59,6 +68,8 @@ def save_qfilters(calibration: QFiltersCalibration, path: str | os.PathLike[str]
     """Write `calibration` as an .npz without pickled objects. An interrupted write leaves an older file as it was."""
     target = Path(path)
     stored = {_layer_key(i): np.array(f) for i, f in enumerate(calibration.filters) if f is not None}
+    for index, layer in enumerate(calibration.statistics):
+        stored |= {f"{name}_{index:04d}": np.array(array) for name, array in layer.arrays().items()} if layer else {}
     header = {
         "model_id": calibration.model_id,
         "n_samples": calibration.n_samples,
@@ -68,6 +79,7 @@ def save_qfilters(calibration: QFiltersCalibration, path: str | os.PathLike[str]
         "sign_convention": calibration.sign_convention,
         "layer_layout": calibration.layer_layout,
         "has_filter": [layer is not None for layer in calibration.filters],
+        "has_statistics": [layer is not None for layer in calibration.statistics],
     }
     aside = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
@@ -100,12 +112,13 @@ def load_qfilters(path: str | os.PathLike[str], expect_model_id: str | None = No
                 "calibrate again"
             )
         header: dict[str, Any] = json.loads(str(content["header"]))
-        has_filter = header.pop("has_filter")
+        has_filter, has_statistics = header.pop("has_filter"), header.pop("has_statistics", [])
         missing = [i for i, has in enumerate(has_filter) if has and _layer_key(i) not in content]
         if missing:
             raise ValueError(f"the filters of layers {missing} are missing; copy the whole file or calibrate again")
         filters = [_stored_filter(i, content[_layer_key(i)]) if has else None for i, has in enumerate(has_filter)]
-        calibration = QFiltersCalibration(filters, **header)
+        statistics = [_stored_statistics(i, content) if has else None for i, has in enumerate(has_statistics)]
+        calibration = QFiltersCalibration(filters, **header, statistics=statistics, format_version=version)
     except KeyError as error:
         raise ValueError(f"{path} is not a Q-Filters calibration: it has no {error}") from error
     except (ValueError, TypeError) as error:
@@ -152,6 +165,11 @@ def _check_filter(index: int, layer: mx.array) -> None:
         raise ValueError(f"the filter of layer {index} must be a float32 mx.array [H,D], got {given}")
     if not mx.isfinite(layer).all().item():
         raise ValueError(f"the filter of layer {index} is not finite; calibrate again on finite activations")
+
+
+def _stored_statistics(index: int, content: dict[str, np.ndarray[Any, Any]]) -> LayerStatistics:
+    names = [field.name for field in fields(LayerStatistics)]
+    return LayerStatistics(**{name: mx.array(content[f"{name}_{index:04d}"]) for name in names})
 
 
 def _stored_filter(index: int, stored: np.ndarray[Any, Any]) -> mx.array:

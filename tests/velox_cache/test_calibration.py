@@ -160,6 +160,32 @@ def test_queries_that_are_not_finite_are_refused_with_their_layer(tiny_model, to
         calibrate(model, tokenizer, [TEXT], progress=False)
 
 
+def test_query_moments_are_those_of_the_scaled_queries_of_each_kv_head(tiny_model, tokenizer, first_layer_queries):
+    model = tiny_model("qwen3")
+    found = calibrate(model, tokenizer, [TEXT], progress=False).statistics[0]
+    queries = first_layer_queries(model, tokenizer.encode(TEXT)) / np.sqrt(8)
+    for head in range(2):
+        group = queries[2 * head : 2 * head + 2].reshape(-1, 8)
+        np.testing.assert_allclose(np.array(found.query_mean)[head], group.mean(0), atol=1e-5)
+        np.testing.assert_allclose(np.array(found.query_cov)[head], np.cov(group.T, bias=True), atol=1e-5)
+
+
+def test_mean_keys_are_those_of_unit_keys_however_the_text_is_cut(tiny_model, tokenizer):
+    model, tokens = tiny_model(), tokenizer.encode(TEXT)
+    cache = make_prompt_cache(model)
+    model(mx.array([tokens]), cache=cache)
+    keys = np.array(cache[1].state[0])[0, :, : len(tokens)]
+    expected = (keys / np.linalg.norm(keys, axis=-1, keepdims=True)).mean(1)
+    for step in (7, 512):
+        found = calibrate(model, tokenizer, [TEXT], prefill_step_size=step, progress=False).statistics[1]
+        np.testing.assert_allclose(np.array(found.mean_keys), expected, atol=1e-5)
+
+
+def test_layers_without_a_plain_cache_have_no_statistics(tiny_model, tokenizer):
+    statistics = calibrate(tiny_model("gemma3_text"), tokenizer, [TEXT], progress=False).statistics
+    assert [layer is not None for layer in statistics] == [False, True]
+
+
 @pytest.fixture
 def drifting_model(tiny_model):
     """A model whose queries drift far from the origin, as those of trained models do."""

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from velox_cache.layer_statistics import LayerStatistics
 from velox_cache.qfilters_artifact import QFiltersCalibration, import_published_filters, load_qfilters, save_qfilters
 
 
@@ -22,6 +23,16 @@ def calibration():
         n_tokens=3000,
         layer_layout=("KVCache", "RotatingKVCache", "CacheList(ArraysCache, KVCache)"),
     )
+
+
+@pytest.fixture
+def statistics():
+    def layer(seed):
+        keys = mx.random.split(mx.random.key(seed), 3)
+        shapes = [(2, 8), (2, 8), (2, 8, 8)]
+        return LayerStatistics(*(mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)))
+
+    return (layer(7), None, layer(8))
 
 
 @pytest.fixture
@@ -125,7 +136,7 @@ def test_pickled_objects_are_never_read(path):
         load_qfilters(path)
 
 
-@pytest.mark.parametrize("version", [0, 2, 99])
+@pytest.mark.parametrize("version", [0, 3, 99])
 def test_unknown_version_is_refused(path, version):
     rewrite(path, format_version=np.int64(version))
     with pytest.raises(ValueError, match=f"format version is {version}"):
@@ -224,3 +235,46 @@ def test_import_of_another_file_format_is_refused(path):
 def test_import_of_a_missing_file_names_it(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent"):
         import_published_filters(tmp_path / "absent.safetensors")
+
+
+def test_round_trip_keeps_statistics_bit_for_bit(calibration, statistics, tmp_path):
+    save_qfilters(dataclasses.replace(calibration, statistics=statistics), tmp_path / "filters.npz")
+    loaded = load_qfilters(tmp_path / "filters.npz").statistics
+    assert [layer is None for layer in loaded] == [False, True, False]
+    for name, array in statistics[2].arrays().items():
+        assert mx.array_equal(getattr(loaded[2], name), array).item()
+
+
+def test_file_of_the_first_version_still_loads(calibration, path):
+    with np.load(path) as content:
+        header = json.loads(str(content["header"]))
+    del header["has_statistics"]
+    rewrite(path, format_version=np.int64(1), header=np.array(json.dumps(header)))
+    loaded = load_qfilters(path)
+    assert (loaded.format_version, loaded.statistics) == (1, ())
+    assert mx.array_equal(loaded.filters[0], calibration.filters[0]).item()
+
+
+@pytest.mark.parametrize("name", ["mean_keys", "query_mean", "query_cov"])
+def test_missing_statistics_are_noticed(calibration, statistics, tmp_path, name):
+    path = tmp_path / "filters.npz"
+    save_qfilters(dataclasses.replace(calibration, statistics=statistics), path)
+    rewrite(path, **{f"{name}_0002": None})
+    with pytest.raises(ValueError, match=f"{name}_0002"):
+        load_qfilters(path)
+
+
+def test_statistics_of_another_number_of_layers_are_refused(calibration, statistics):
+    with pytest.raises(ValueError, match="statistics has 2 entries but filters has 3"):
+        dataclasses.replace(calibration, statistics=statistics[:2])
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (2, 8, 7), (1, 8, 8)])
+def test_statistics_that_do_not_fit_each_other_are_refused(shape):
+    with pytest.raises(ValueError, match="query_cov"):
+        LayerStatistics(mx.zeros((2, 8)), mx.zeros((2, 8)), mx.zeros(shape))
+
+
+def test_statistics_that_are_not_finite_are_refused():
+    with pytest.raises(ValueError, match="query_mean must be finite"):
+        LayerStatistics(mx.zeros((2, 8)), mx.full((2, 8), mx.nan), mx.zeros((2, 8, 8)))

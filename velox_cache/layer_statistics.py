@@ -1,0 +1,32 @@
+"""Statistics of one layer's queries and keys, for the methods that score rows by them."""
+
+from dataclasses import dataclass, fields
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStatistics:
+    """What calibration knows of one layer beside its filters, per KV head, float32. ValueError when it does not fit.
+
+    Queries are those after RoPE, scaled as attention scales them; the query heads of a group count together.
+    """
+
+    mean_keys: mx.array  # [H, D] mean of the keys after RoPE, each at unit norm
+    query_mean: mx.array  # [H, D]
+    query_cov: mx.array  # [H, D, D]
+
+    def __post_init__(self) -> None:
+        for name, array in self.arrays().items():
+            if array.dtype != mx.float32 or not mx.isfinite(array).all().item():
+                raise ValueError(f"{name} must be finite float32, got {array.dtype}; calibrate again")
+        heads, dim = self.mean_keys.shape
+        if self.query_mean.shape != (heads, dim) or self.query_cov.shape != (heads, dim, dim):
+            raise ValueError(
+                f"mean_keys, query_mean and query_cov must be [H,D], [H,D] and [H,D,D], got "
+                f"{[tuple(array.shape) for array in self.arrays().values()]}"
+            )
+
+    def arrays(self) -> dict[str, mx.array]:
+        """The arrays by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
