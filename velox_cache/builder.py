@@ -6,9 +6,11 @@ import mlx.nn as nn
 
 from velox_cache.adapter import EvictingKVCache
 from velox_cache.config import KVCacheConfig
+from velox_cache.layer_arguments import layer_arguments
 from velox_cache.plan import check_filter_layout, make_caches, plan_layers
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_fn.eviction import Eviction
+from velox_fn.registry import method_factory
 
 
 class KVCacheBuilder:
@@ -16,7 +18,7 @@ class KVCacheBuilder:
 
     @staticmethod
     def for_model(model: nn.Module, config: KVCacheConfig, calibration: QFiltersCalibration | None = None) -> list[Any]:
-        """Fresh caches for one sequence, one entry per layer, with the layer's filters of `calibration`.
+        """Fresh caches for one sequence, one entry per layer, with what the method takes of `calibration`.
 
         Layers that are not bounded keep the cache that the model makes for them. To have mlx_lm make fresh ones for
         every generation, use `install`.
@@ -32,18 +34,7 @@ class KVCacheBuilder:
 def _layer_method(
     model: nn.Module, config: KVCacheConfig, calibration: QFiltersCalibration | None, layer: int
 ) -> Eviction:
-    filters = layer_filters(calibration, layer) if calibration is not None else None
-    method = config.eviction() if filters is None else config.eviction(filters=filters)
+    arguments = layer_arguments(method_factory(config.method), config.settings(), model, layer, calibration)
+    method = config.eviction(**arguments)
     check_filter_layout(model, layer, method)
     return method
-
-
-def layer_filters(calibration: QFiltersCalibration, layer: int) -> Any:
-    """The filters [H, D] of one layer. Raises ValueError when the calibration has none for it."""
-    filters = calibration.filters[layer] if layer < len(calibration.filters) else None
-    if filters is None:
-        raise ValueError(
-            f"the calibration has no filters for layer {layer} (it covers {len(calibration.filters)} layers); it was "
-            "made for another model, or for one with other caches: calibrate this model"
-        )
-    return filters

@@ -3,12 +3,22 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-import mlx.core as mx
-
 from velox_fn.eviction import Eviction
-from velox_fn.registry import method_factory
+from velox_fn.registry import ALIASES, method_factory
+from velox_fn.rope import RopeSpec
 
-PREFIXES = {"qfilters": "qfilters_", "curdkv": "curdkv_", "h2o": "h2o_"}
+PREFIXES = {
+    "qfilters": "qfilters_",
+    "curdkv": "curdkv_",
+    "h2o": "h2o_",
+    "tova": "tova_",
+    "snapkv": "snap_",
+    "l2norm": "knorm_",
+    "keydiff": "keydiff_",
+    "expected_attention": "expected_",
+    "streaming_llm": "stream_",
+    "random": "random_",
+}
 """The prefix of each method's fields in KVCacheConfig."""
 
 
@@ -36,18 +46,46 @@ class KVCacheConfig:
     h2o_budget: int = 512  # most rows kept, sinks and recent ones included
     h2o_n_sink: int = 4  # leading positions never evicted
     h2o_grace: int = 16  # trailing positions never evicted
+    h2o_renumber: bool = False  # show attention the kept rows without gaps
+    h2o_rope_base: float | None = None  # when renumbering, in place of the base of the model's rope
+    tova_budget: int = 512
+    tova_n_sink: int = 4
+    snap_budget: int = 512
+    snap_n_sink: int = 4
+    snap_obs_window: int = 32  # last queries that vote; their rows are never evicted
+    snap_kernel: int = 5  # neighbouring rows that votes are averaged over
+    knorm_budget: int = 512
+    knorm_n_sink: int = 4
+    knorm_recent: int = 0
+    keydiff_budget: int = 512
+    keydiff_n_sink: int = 4
+    keydiff_recent: int = 0
+    expected_budget: int = 512
+    expected_n_sink: int = 4
+    expected_recent: int = 0
+    expected_future: int = 512  # without calibration: positions ahead that RoPE is averaged over
+    stream_budget: int = 512
+    stream_n_sink: int = 4
+    stream_renumber: bool = False  # show attention the kept rows without gaps
+    random_budget: int = 512
+    random_n_sink: int = 4
+    random_recent: int = 0
+    random_seed: int = 0
 
     def __post_init__(self) -> None:
-        self.eviction()
+        # The model's own rope comes later, with the model.
+        self.eviction(**{"rope": RopeSpec(dims=0)} if self.settings().get("renumber") else {})
 
-    def eviction(self, **params: mx.array) -> Eviction:
-        """The configured method; `params` are its arrays, such as filters."""
-        return method_factory(self.method)(**self.settings(), **params)
+    def eviction(self, **arguments: Any) -> Eviction:
+        """The configured method; `arguments` are what belongs to a layer: its filters, its index, its rope."""
+        return method_factory(self.method)(**self.settings(), **arguments)
 
     def settings(self) -> dict[str, Any]:
         """The arguments of the method's factory that this record holds."""
         method_factory(self.method)
-        prefix = PREFIXES[self.method]
+        prefix = PREFIXES.get(ALIASES.get(self.method, self.method))
+        if prefix is None:
+            return {}
         return {
             field.name.removeprefix(prefix): getattr(self, field.name)
             for field in fields(self)

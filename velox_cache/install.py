@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.adapter import EvictingKVCache, MissingQueriesError
-from velox_cache.builder import layer_filters
+from velox_cache.layer_arguments import CALIBRATED, layer_arguments
 from velox_cache.layer_budgets import Budgets, SoloKVCache, layer_budgets
 from velox_cache.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.qfilters_artifact import QFiltersCalibration, load_qfilters
@@ -72,8 +72,9 @@ def install(
     budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
     layer its own, for one sequence at a time (`layer_budgets`). settings: the other arguments of the method's factory,
     such as n_sink, recent. `recent` defaults to a quarter of the budget here, since without it next-token prediction
-    loses the tokens it needs most. filters: for Q-Filters, a calibration or the path of one. queries: for methods that
-    score by attention, "true" taps the model's own queries, "proxy" lets the incoming keys stand in.
+    loses the tokens it needs most. filters: a calibration or the path of one, for the methods that take something from
+    it. queries: for methods that score by attention, "true" taps the model's own queries, "proxy" lets the incoming
+    keys stand in.
 
     Only layers with a plain full-attention cache are bounded; the report says what happened to each. A second install
     replaces the first; `uninstall` undoes it. With true queries the model runs once, on two tokens, to see that each
@@ -95,9 +96,8 @@ def install(
         if entry.bounded:
             layer_budget = budget if own_budgets is None else own_budgets[entry.layer]
             arguments = settings if layer_budget is None else {"budget": layer_budget, **settings}
-            params = {} if calibration is None else {"filters": layer_filters(calibration, entry.layer)}
-            layer = {"layer": entry.layer} if "layer" in inspect.signature(factory).parameters else {}
-            methods[entry.layer] = factory(**_with_default_recent(factory, arguments), **params, **layer)
+            arguments = {**arguments, **layer_arguments(factory, arguments, model, entry.layer, calibration)}
+            methods[entry.layer] = factory(**_with_default_recent(factory, arguments))
             check_filter_layout(model, entry.layer, methods[entry.layer])
     uninstall(model)
     any_method = next(iter(methods.values()))
@@ -139,7 +139,7 @@ def _probe_queries(installed: InstalledCaches, tap: QueryTap) -> None:
 
 
 def _check_names(factory: Any, method: str, settings: Mapping[str, Any]) -> None:
-    known = [name for name in inspect.signature(factory).parameters if name not in ("filters", "layer")]
+    known = [name for name in inspect.signature(factory).parameters if name not in (*CALIBRATED, "layer")]
     for name, value in settings.items():
         if name == "rollback" and name not in known:
             raise ValueError(

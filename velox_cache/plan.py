@@ -52,18 +52,16 @@ def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callabl
 
 
 def check_filter_layout(model: nn.Module, layer: int, method: Eviction) -> None:
-    """ValueError when the method's filters cannot fit the layer's heads, as far as the model tells them."""
-    filters = method.params.get("filters")
+    """ValueError when the method's calibrated arrays cannot fit the layer's heads, as far as the model tells them."""
     attention = getattr(model.layers[layer], "self_attn", None) if layer < len(model.layers) else None
     n_kv_heads = getattr(attention, "n_kv_heads", None) or getattr(attention, "num_key_value_heads", None)
     head_dim = getattr(attention, "head_dim", None)
-    if filters is None or n_kv_heads is None:
-        return
-    if filters.shape[0] != n_kv_heads or (head_dim is not None and filters.shape[1] != head_dim):
-        raise ValueError(
-            f"layer {layer} has {n_kv_heads} KV heads of dimension {head_dim}, but its filters have shape "
-            f"{tuple(filters.shape)}; they belong to another model, calibrate this one"
-        )
+    for name, array in method.params.items():
+        if n_kv_heads not in (None, array.shape[0]) or head_dim not in (None, array.shape[1]):
+            raise ValueError(
+                f"layer {layer} has {n_kv_heads} KV heads of dimension {head_dim}, but its {name} have shape "
+                f"{tuple(array.shape)}; they belong to another model, calibrate this one"
+            )
 
 
 def asks_for_mask_arrays(model: nn.Module) -> bool:

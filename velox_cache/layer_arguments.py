@@ -1,0 +1,75 @@
+"""What a method's factory is told about one layer: its calibrated arrays, its index, its rotary embedding."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from velox_cache.qfilters_artifact import QFiltersCalibration
+from velox_cache.rope_of_model import rope_of_layer
+from velox_fn.eviction import Eviction
+
+CALIBRATED = ("filters", "mean_keys", "query_mean", "query_cov")
+"""The factory arguments that come from a calibration."""
+
+
+def takes_calibration(factory: Callable[..., Eviction]) -> bool:
+    """Whether a method can use a calibration."""
+    return any(name in CALIBRATED for name in inspect.signature(factory).parameters)
+
+
+def layer_arguments(
+    factory: Callable[..., Eviction],
+    settings: Mapping[str, Any],
+    model: nn.Module,
+    layer: int,
+    calibration: QFiltersCalibration | None,
+) -> dict[str, Any]:
+    """The arguments that `factory` takes beside `settings`, for one layer of `model`.
+
+    Raises ValueError when the calibration has nothing for the method or the layer, or when a method that renumbers
+    needs a rotary embedding and the model's cannot be read.
+    """
+    wanted = inspect.signature(factory).parameters
+    arguments: dict[str, Any] = {} if calibration is None else calibrated_params(factory, calibration, layer)
+    if "layer" in wanted:
+        arguments["layer"] = layer
+    if "rope" in wanted and settings.get("rope") is None:
+        if settings.get("renumber"):
+            arguments["rope"] = rope_of_layer(model, layer)
+        elif "renumber" not in wanted and calibration is None:  # a method that does better with it, and can do without
+            try:
+                arguments["rope"] = rope_of_layer(model, layer)
+            except ValueError:
+                arguments["rope"] = None
+    return arguments
+
+
+def calibrated_params(
+    factory: Callable[..., Eviction], calibration: QFiltersCalibration, layer: int
+) -> dict[str, mx.array]:
+    """The calibrated arrays of one layer that `factory` takes, by argument name."""
+    names = [name for name in inspect.signature(factory).parameters if name in CALIBRATED]
+    if not names:
+        raise ValueError("this method uses no calibration; leave the calibration out")
+    if names == ["filters"]:
+        return {"filters": _of_layer(calibration.filters, layer, "filters")}
+    if not calibration.statistics:
+        raise ValueError(
+            f"the calibration holds filters only, and not {' and '.join(names)}: it was made by an older velox-kv, or "
+            "published by the filters' authors; calibrate again"
+        )
+    statistics = _of_layer(calibration.statistics, layer, "statistics")
+    return {name: getattr(statistics, name) for name in names}
+
+
+def _of_layer(per_layer: Any, layer: int, what: str) -> Any:
+    found = per_layer[layer] if layer < len(per_layer) else None
+    if found is None:
+        raise ValueError(
+            f"the calibration has no {what} for layer {layer} (it covers {len(per_layer)} layers); it was made for "
+            "another model, or for one with other caches: calibrate this model"
+        )
+    return found
