@@ -1,6 +1,7 @@
 """How closely a bounded cache follows the full one."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,8 +24,14 @@ def fidelity(reading: Reading, reference: Reading) -> Fidelity:
     """
     if reading.targets.shape != reference.targets.shape or not mx.array_equal(reading.targets, reference.targets):
         raise ValueError("the two readings are of different passages; read the same tokens with the same n_context")
-    same = reading.logprobs.argmax(-1) == reference.logprobs.argmax(-1)
-    terms = mx.exp(reference.logprobs) * (reference.logprobs - reading.logprobs)
+    same, divergence = token_fidelity(reading.logprobs, reference.logprobs)
+    return Fidelity(float(same.mean()), float(divergence.mean(dtype=np.float64)))
+
+
+def token_fidelity(logprobs: mx.array, reference: mx.array) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Of distributions [...,V] each: whether the most likely token is the same, and KL(reference || logprobs)."""
+    same = logprobs.argmax(-1) == reference.argmax(-1)
+    terms = mx.exp(reference) * (reference - logprobs)
     # A token that the reference rules out (-inf) adds nothing; 0 * inf would be NaN.
-    divergence = mx.where(reference.logprobs == -mx.inf, 0, terms).sum(-1)
-    return Fidelity(float(np.array(same).mean()), float(np.array(divergence).mean(dtype=np.float64)))
+    divergence = mx.where(reference == -mx.inf, 0, terms).sum(-1)
+    return np.array(same), np.array(divergence)
