@@ -1,0 +1,62 @@
+"""Does the kept set depend on how tokens are split into calls? Run as a script, so that a BLAS can be preloaded.
+
+Prints as JSON how many scores of a naive matrix product, and how many kept sets, depend on the split.
+"""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+
+from velox_fn import kept_positions, qfilters
+
+H, D, N = 4, 64, 300
+
+
+def near_ties(seed: int) -> tuple[mx.array, mx.array]:
+    """Keys [1,H,N,D] whose projections on filters [H,D] crowd within a few ulp, and the filters."""
+    rng = np.random.default_rng(seed)
+    filters = rng.standard_normal((H, D)).astype(np.float32)
+    keys = np.broadcast_to(rng.standard_normal((1, H, 1, D)), (1, H, N, D)).astype(np.float32)
+    at = rng.integers(D, size=(1, H, N, 1))
+    nudged = np.nextafter(np.take_along_axis(keys, at, -1), np.float32(np.inf))
+    keys = keys.copy()
+    np.put_along_axis(keys, at, nudged, -1)
+    return mx.array(keys), mx.array(filters)
+
+
+def naive_scores(keys: mx.array, filters: mx.array, calls: list[int]) -> np.ndarray:
+    parts = np.split(np.arange(N), np.cumsum(calls)[:-1])
+    scores = [(keys[:, :, int(part[0]) : int(part[-1]) + 1] @ filters[..., None])[..., 0] for part in parts]
+    return np.concatenate([np.array(score) for score in scores], axis=-1)
+
+
+def kept(keys: mx.array, filters: mx.array, calls: list[int], recent: int) -> np.ndarray:
+    method = qfilters(budget=80, recent=recent, filters=filters)
+    state = method.init(1, H, D, D, keys.dtype)
+    start = 0
+    for n_tokens in calls:
+        block = keys[:, :, start : start + n_tokens]
+        state, _ = method.update(state, block, block)
+        start += n_tokens
+    return np.array(kept_positions(state))
+
+
+def main() -> None:
+    splits = [[N], [1] * N, [128, 128, 44], [7] * 42 + [6], [299, 1]]
+    naive = changed = 0
+    for seed in range(1):
+        keys, filters = near_ties(seed)
+        naive += int((naive_scores(keys, filters, [N]) != naive_scores(keys, filters, [1] * N)).sum())
+        for dtype in (mx.float32, mx.float16, mx.bfloat16):
+            for recent in (0, 20):
+                whole = kept(keys.astype(dtype), filters, splits[0], recent)
+                changed += sum(
+                    (kept(keys.astype(dtype), filters, calls, recent) != whole).any() for calls in splits[1:]
+                )
+    print(json.dumps({"naive": naive, "changed": int(changed)}))
+
+
+if __name__ == "__main__":
+    mx.set_default_device(mx.cpu)
+    main()
