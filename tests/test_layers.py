@@ -1,0 +1,101 @@
+"""Dependencies point one way, and the core neither waits for the device nor touches the world."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CORE = sorted((ROOT / "velox_fn").glob("*.py"))
+SHELL = sorted((ROOT / "velox_cache").rglob("*.py"))
+KERNELS = sorted((ROOT / "metal_src").glob("*.py"))
+
+# Waiting for the device is right in what runs once: checks at construction, and offline calibration.
+MAY_WAIT = {
+    "checks.py": {"finite_matrix"},
+    "query_gram.py": {"_check_not_empty", "query_gram_filters", "average_gqa_filters"},
+}
+WAITS = {"item", "tolist", "eval", "async_eval", "synchronize"}
+
+
+def by_name(path):
+    return str(path.relative_to(ROOT))
+
+
+def tree(path):
+    return ast.parse(path.read_text())
+
+
+def imports(path):
+    """Top-level names of the packages that a module imports, also inside functions."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+def third_party(path):
+    import sys
+
+    return imports(path) - set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("path", CORE, ids=by_name)
+def test_the_core_imports_arrays_records_and_the_kernel_launcher_only(path):
+    assert third_party(path) <= {"mlx", "numpy", "chex", "velox_fn", "metal_src"}
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=by_name)
+def test_the_kernel_launcher_imports_neither_core_nor_shell(path):
+    assert third_party(path) <= {"mlx", "numpy", "metal_src"}
+
+
+@pytest.mark.parametrize("path", CORE + SHELL + KERNELS, ids=by_name)
+def test_chex_is_imported_by_the_records_alone(path):
+    assert ("chex" in imports(path)) == (path == ROOT / "velox_fn" / "records.py")
+
+
+@pytest.mark.parametrize("path", CORE + SHELL + KERNELS, ids=by_name)
+def test_nothing_imports_jax(path):
+    assert not {name for name in imports(path) if name.startswith("jax")}
+
+
+@pytest.mark.parametrize("path", CORE, ids=by_name)
+def test_the_core_reads_and_writes_nothing(path):
+    assert not imports(path) & {"os", "pathlib", "io", "sys", "logging", "warnings", "subprocess", "shutil", "time"}
+    calls = {
+        node.func.id for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not calls & {"print", "open", "input"}
+
+
+@pytest.mark.parametrize("path", CORE, ids=by_name)
+def test_the_core_waits_for_the_device_nowhere_but_at_construction(path):
+    allowed = MAY_WAIT.get(path.name, set())
+    waiting = {
+        function.name
+        for function in ast.walk(tree(path))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and waits(node.func)
+    }
+    assert waiting <= allowed
+
+
+def waits(function):
+    numpy_copy = (
+        isinstance(function.value, ast.Name) and function.value.id == "np" and function.attr in {"array", "asarray"}
+    )
+    return function.attr in WAITS or numpy_copy
+
+
+@pytest.mark.parametrize("path", CORE, ids=by_name)
+def test_the_core_has_no_global_state_that_changes(path):
+    assert not [node for node in ast.walk(tree(path)) if isinstance(node, ast.Global)]
+    for node in tree(path).body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        names = {target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)}
+        assert names <= {"__all__"} or not isinstance(value, ast.List | ast.Dict | ast.Set)
