@@ -23,7 +23,14 @@ from velox_fn import checks, landing
 from velox_fn.attention import attention_mass, observe_rows
 from velox_fn.dynamic import dynamic_eviction, land, with_scores
 from velox_fn.eviction import Eviction
-from velox_fn.leverage import leverage_scores
+from velox_fn.leverage import (
+    gram,
+    leading_directions,
+    leverage_along,
+    leverage_scores,
+    tracked_directions,
+    weighted_rows,
+)
 from velox_fn.observation_window import last_queries
 from velox_fn.records import arrays, record
 from velox_fn.rows import Rows, View
@@ -39,6 +46,7 @@ class CurDKVState:
     granularity: str  # "block": a block is scored and evicted once; "token": its tokens one after the other
     window: int | None  # a block's last queries that count; None: all
     mean: bool  # scores are means over the tokens that a row has been there for; otherwise sums
+    basis: tuple[mx.array, ...] = ()  # float32 [B,H,D_v,2 rank_cap], leading directions of the last step, if tracked
 
 
 def curdkv_init(
@@ -55,21 +63,27 @@ def curdkv_init(
     granularity: str = "block",
     window: int | None = None,
     mean: bool = False,
+    solver: str = "subspace",
 ) -> CurDKVState:
     """An empty state.
 
     budget: most rows kept, sinks and recent ones included. rank_cap: leading singular directions that count.
     granularity: "block" scores a block of tokens together, "token" one after the other (slow: a Python loop). window:
     only the last so many queries of a block count; None counts all. mean: rank rows by their score per token that has
-    passed since they came, so that old rows do not lead by their age.
-    Raises ValueError on counts that cannot work or an unknown granularity.
+    passed since they came, so that old rows do not lead by their age. solver: "eigh" finds each step's directions
+    exactly; "subspace" tracks them from one single-token step to the next where that is faster (granularity "block",
+    D_v > 4 rank_cap), and is exact for blocks.
+    Raises ValueError on counts that cannot work, an unknown granularity or solver.
     """
     checks.whole_number("rank_cap", rank_cap, 1)
     checks.one_of("granularity", granularity, ("block", "token"))
+    checks.one_of("solver", solver, ("subspace", "eigh"))
     if window is not None:
         checks.whole_number("window", window, 1)
     store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent)
-    return CurDKVState(store=store, rank_cap=rank_cap, granularity=granularity, window=window, mean=mean)
+    tracks = solver == "subspace" and granularity == "block" and store.values.shape[-1] > 4 * rank_cap
+    basis = (mx.zeros((batch, n_kv_heads, store.values.shape[-1], 2 * rank_cap)),) if tracks else ()
+    return CurDKVState(store=store, rank_cap=rank_cap, granularity=granularity, window=window, mean=mean, basis=basis)
 
 
 def curdkv_step(
@@ -137,6 +151,7 @@ def curdkv(
     granularity: str = "block",
     window: int | None = None,
     mean: bool = False,
+    solver: str = "subspace",
 ) -> Eviction:
     """The CurDKV method with these settings; arguments and errors as for `curdkv_init`."""
     settings = {
@@ -147,6 +162,7 @@ def curdkv(
         "granularity": granularity,
         "window": window,
         "mean": mean,
+        "solver": solver,
     }
 
     def init(
@@ -165,6 +181,7 @@ def curdkv(
             granularity=granularity,
             window=window,
             mean=mean,
+            solver=solver,
         )
 
     init(1, 1, 1)  # refuses settings that cannot work
@@ -179,13 +196,25 @@ def _scored(state: CurDKVState, queries: mx.array, scale: float | None, valid: m
     if state.window is not None and state.window < n_tokens:
         counted = last_queries(observed, store.offset, state.window, padded=valid is not None)
     mass = attention_mass(counted, power=2)
-    leverage = leverage_scores(mx.sqrt(mass), observed.rows.values, state.rank_cap)
+    leverage, basis = _leverage(state, mx.sqrt(mass), observed.rows.values, n_tokens)
     scores = observed.scores + leverage
     if state.mean:
         age = store.offset[:, None, None] - observed.positions
         age_before = mx.maximum(age - (n_tokens if valid is None else valid[:, None, None]), 0)
         scores = (observed.scores * age_before + leverage) / age
-    return dataclasses.replace(state, store=with_scores(store, scores, n_tokens))
+    return dataclasses.replace(state, store=with_scores(store, scores, n_tokens), basis=basis)
+
+
+def _leverage(
+    state: CurDKVState, weights: mx.array, values: mx.array, n_tokens: int
+) -> tuple[mx.array, tuple[mx.array, ...]]:
+    """Leverage float32 [B,H,n], and the directions to start from next time."""
+    if not state.basis:
+        return leverage_scores(weights, values, state.rank_cap), ()
+    weighted = weighted_rows(weights, values)
+    matrix, (basis,) = gram(weighted), state.basis
+    basis = tracked_directions(matrix, basis) if n_tokens == 1 else leading_directions(matrix, basis.shape[-1])
+    return leverage_along(weighted, basis[..., -state.rank_cap :]), (basis,)
 
 
 def _taken_off(store: Store, n_tokens: int, valid: mx.array | None) -> tuple[Store, Rows]:
