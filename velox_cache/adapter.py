@@ -100,6 +100,18 @@ class EvictingKVCache:
         return self._view
 
     @property
+    def keys(self) -> mx.array | None:
+        """The keys as they lie in memory; None before the first token.
+
+        Models in a pipeline tie what they send to the next rank to it (`cache[-1].keys = mx.depends(...)`).
+        """
+        return None if self._rows.record is None else self._rows.store.keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self._rows = self._rows.with_store(dataclasses.replace(self._rows.store, keys=keys))
+
+    @property
     def offset(self) -> int | mx.array:
         """Tokens seen: an int, or int32 [B] for a merged batch."""
         if not self._rows.batched:

@@ -7,6 +7,7 @@ import mlx.nn as nn
 from velox_cache.adapter import EvictingKVCache
 from velox_cache.config import KVCacheConfig
 from velox_cache.layer_arguments import layer_arguments
+from velox_cache.model_shard import ModelShard, model_shard
 from velox_cache.plan import check_filter_layout, make_caches, plan_layers
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_fn.eviction import Eviction
@@ -21,20 +22,22 @@ class KVCacheBuilder:
         """Fresh caches for one sequence, one entry per layer, with what the method takes of `calibration`.
 
         Layers that are not bounded keep the cache that the model makes for them. To have mlx_lm make fresh ones for
-        every generation, use `install`.
+        every generation, use `install`. On a model that is spread over several processes each makes its own part.
         Raises ValueError when head_dim or the calibration do not fit the model.
         """
         plan = plan_layers(model)
+        shard = model_shard(model)
+        own = None if calibration is None else shard.calibration(calibration, len(plan))
         methods = {
-            entry.layer: _layer_method(model, config, calibration, entry.layer) for entry in plan if entry.bounded
+            entry.layer: _layer_method(model, config, own, entry.layer, shard) for entry in plan if entry.bounded
         }
         return make_caches(model, plan, lambda layer: EvictingKVCache(methods[layer]))
 
 
 def _layer_method(
-    model: nn.Module, config: KVCacheConfig, calibration: QFiltersCalibration | None, layer: int
+    model: nn.Module, config: KVCacheConfig, calibration: QFiltersCalibration | None, layer: int, shard: ModelShard
 ) -> Eviction:
-    arguments = layer_arguments(method_factory(config.method), config.settings(), model, layer, calibration)
+    arguments = layer_arguments(method_factory(config.method), config.settings(), model, layer, calibration, shard)
     method = config.eviction(**arguments)
     check_filter_layout(model, layer, method)
     return method

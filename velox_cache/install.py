@@ -10,8 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.adapter import EvictingKVCache, MissingQueriesError
-from velox_cache.layer_arguments import CALIBRATED, layer_arguments
+from velox_cache.layer_arguments import CALIBRATED, PLACE, layer_arguments
 from velox_cache.layer_budgets import Budgets, SoloKVCache, layer_budgets
+from velox_cache.model_shard import model_shard
 from velox_cache.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.qfilters_artifact import QFiltersCalibration, load_qfilters
 from velox_cache.query_tap import QueryTap, flat_caches, model_type
@@ -65,6 +66,7 @@ def install(
     budget: int | Budgets | None = None,
     filters: Filters | None = None,
     queries: str = "true",
+    group: mx.distributed.Group | None = None,
     **settings: Any,
 ) -> InstallReport:
     """Make `model` use evicting caches wherever mlx_lm asks it for a prompt cache.
@@ -76,6 +78,10 @@ def install(
     it. queries: for methods that score by attention, "true" taps the model's own queries, "proxy" lets the incoming
     keys stand in.
 
+    On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
+    them installs: its caches hold its own heads and layers, with their part of `filters`, which are the whole model's,
+    as budgets per layer are. group: only for a model whose sharding cannot be seen (`model_shard`).
+
     Only layers with a plain full-attention cache are bounded; the report says what happened to each. A second install
     replaces the first; `uninstall` undoes it. With true queries the model runs once, on two tokens, to see that each
     bounded layer shows its queries.
@@ -84,19 +90,24 @@ def install(
     layer can be bounded, or when true queries are asked for and the model's attention cannot be tapped.
     """
     checks.one_of("queries", queries, ("true", "proxy"))
-    plan = plan_layers(model)
-    if not any(entry.bounded for entry in plan):
+    plan, shard = plan_layers(model), model_shard(model, group)
+    if not any(entry.bounded for entry in plan) and not shard.pipelined:
         raise ValueError(f"no layer of this model can be bounded: {'; '.join({entry.reason for entry in plan})}")
     factory = method_factory(method)
     _check_names(factory, method, settings)
-    own_budgets = None if budget is None or isinstance(budget, int) else layer_budgets(model, plan, budget)
+    if not any(entry.bounded for entry in plan):  # other ranks of the pipeline have the layers that can be
+        return InstallReport(method, settings, plan)
+    own_budgets = None
+    if budget is not None and not isinstance(budget, int):
+        own_budgets = layer_budgets(model, plan, shard.budgets(budget, len(plan)))
     calibration = load_qfilters(filters) if isinstance(filters, str | os.PathLike) else filters
+    calibration = None if calibration is None else shard.calibration(calibration, len(plan))
     methods = {}
     for entry in plan:
         if entry.bounded:
             layer_budget = budget if own_budgets is None else own_budgets[entry.layer]
             arguments = settings if layer_budget is None else {"budget": layer_budget, **settings}
-            arguments = {**arguments, **layer_arguments(factory, arguments, model, entry.layer, calibration)}
+            arguments = {**arguments, **layer_arguments(factory, arguments, model, entry.layer, calibration, shard)}
             methods[entry.layer] = factory(**_with_default_recent(factory, arguments))
             check_filter_layout(model, entry.layer, methods[entry.layer])
     uninstall(model)
@@ -139,7 +150,7 @@ def _probe_queries(installed: InstalledCaches, tap: QueryTap) -> None:
 
 
 def _check_names(factory: Any, method: str, settings: Mapping[str, Any]) -> None:
-    known = [name for name in inspect.signature(factory).parameters if name not in (*CALIBRATED, "layer")]
+    known = [name for name in inspect.signature(factory).parameters if name not in (*CALIBRATED, *PLACE)]
     for name, value in settings.items():
         if name == "rollback" and name not in known:
             raise ValueError(

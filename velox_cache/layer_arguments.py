@@ -7,12 +7,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from velox_cache.model_shard import WHOLE, ModelShard
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_cache.rope_of_model import rope_of_layer
 from velox_fn.eviction import Eviction
 
 CALIBRATED = ("filters", "mean_keys", "query_mean", "query_cov")
 """The factory arguments that come from a calibration."""
+
+PLACE = ("layer", "first_head")
+"""The factory arguments that say where in the whole model a cache stands."""
 
 
 def takes_calibration(factory: Callable[..., Eviction]) -> bool:
@@ -26,8 +30,11 @@ def layer_arguments(
     model: nn.Module,
     layer: int,
     calibration: QFiltersCalibration | None,
+    shard: ModelShard = WHOLE,
 ) -> dict[str, Any]:
     """The arguments that `factory` takes beside `settings`, for one layer of `model`.
+
+    calibration: what of one belongs to `shard`, the part of the model that this process holds.
 
     Raises ValueError when the calibration has nothing for the method or the layer, or when a method that renumbers
     needs a rotary embedding and the model's cannot be read.
@@ -35,7 +42,9 @@ def layer_arguments(
     wanted = inspect.signature(factory).parameters
     arguments: dict[str, Any] = {} if calibration is None else calibrated_params(factory, calibration, layer)
     if "layer" in wanted:
-        arguments["layer"] = layer
+        arguments["layer"] = shard.first_layer + layer
+    if "first_head" in wanted:
+        arguments["first_head"] = shard.first_head(model, layer)
     if "rope" in wanted and settings.get("rope") is None:
         if settings.get("renumber"):
             arguments["rope"] = rope_of_layer(model, layer)

@@ -14,31 +14,39 @@ from velox_fn.static import Params, Score, static_eviction
 
 
 def random_eviction(
-    *, budget: int = 512, n_sink: int = 4, recent: int = 0, seed: int = 0, layer: int = 0, rollback: int = 0
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    seed: int = 0,
+    layer: int = 0,
+    first_head: int = 0,
+    rollback: int = 0,
 ) -> Eviction:
     """The random method. `layer` makes layers draw apart. ValueError on counts that cannot work.
 
-    seed, layer: whole numbers below 2^32.
+    first_head: the index, among the layer's KV heads, of the first one that this cache holds; not 0 where a model's
+    heads are spread over machines. seed, layer, first_head: whole numbers below 2^32.
     """
-    for name, value in (("seed", seed), ("layer", layer)):
+    for name, value in (("seed", seed), ("layer", layer), ("first_head", first_head)):
         if checks.whole_number(name, value, 0) >= 2**32:
             raise ValueError(f"{name} must be below 2**32, got {value}")
     return static_eviction(
         "random",
-        _lot(seed, layer),
+        _lot(seed, layer, first_head),
         budget=budget,
         n_sink=n_sink,
         recent=recent,
         rollback=rollback,
-        settings={"seed": seed, "layer": layer},
+        settings={"seed": seed, "layer": layer, "first_head": first_head},
     )
 
 
 @functools.cache
-def _lot(seed: int, layer: int) -> Score:
-    # One function object per (seed, layer), since compiled steps are kept by their score function.
+def _lot(seed: int, layer: int, first_head: int) -> Score:
+    # One function object per (seed, layer, first_head), since compiled steps are kept by their score function.
     def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-        heads = mx.arange(keys.shape[1], dtype=mx.uint32)[:, None]
+        heads = mx.arange(first_head, first_head + keys.shape[1], dtype=mx.uint32)[:, None]
         drawn = _mixed(_mixed(_mixed(mx.array(seed, mx.uint32)) ^ layer) ^ heads)
         drawn = _mixed(drawn ^ positions.astype(mx.uint32))
         return (drawn >> 8).astype(mx.float32) * 2.0**-24  # 24 bits: exact in float32

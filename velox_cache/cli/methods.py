@@ -44,7 +44,7 @@ def settings_line(factory: Callable[..., object]) -> str:
     shown = [
         parameter
         for parameter in inspect.signature(factory).parameters.values()
-        if _is_plain(hints[parameter.name]) and parameter.name != "layer"  # install fills in the layer
+        if _is_plain(hints[parameter.name]) and parameter.name not in ("layer", "first_head")  # install fills them in
     ]
     return ", ".join(f"{parameter.name}={parameter.default}" for parameter in shown)
 

@@ -25,3 +25,9 @@ class RoPE(Module):
     traditional: bool
     base: float
     scale: float
+
+class AllToShardedLinear(Module):
+    group: mx.distributed.Group
+
+class QuantizedAllToShardedLinear(Module):
+    group: mx.distributed.Group
