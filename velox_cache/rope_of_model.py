@@ -1,7 +1,5 @@
 """Read a model's rotary embedding into a RopeSpec."""
 
-from typing import Any
-
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import rope_utils
@@ -28,7 +26,7 @@ def rope_of_layer(model: nn.Module, layer: int) -> RopeSpec:
     if layer >= len(model.layers):
         raise ValueError(f"the model has {len(model.layers)} layers and none of index {layer}: no rope to read")
     modules = list(model.layers[layer].modules())
-    found = {spec for module in modules if (spec := _spec(module, layer)) is not None}
+    found = {spec for module in modules if (spec := rope_spec_of(module)) is not None}
     if len(found) == 1:
         return found.pop()
     if not found and any(vars(module).get("rope", module) is None for module in modules):
@@ -39,16 +37,20 @@ def rope_of_layer(model: nn.Module, layer: int) -> RopeSpec:
     )
 
 
-def _spec(module: Any, layer: int) -> RopeSpec | None:
+def rope_spec_of(module: nn.Module) -> RopeSpec | None:
+    """What a rotary embedding module of mlx or mlx_lm does; None for any other module.
+
+    Raises ValueError for dynamic NTK scaling, whose rotation changes as the sequence grows.
+    """
     if isinstance(module, rope_utils.DynamicNTKScalingRoPE):
         raise ValueError(
-            f"the rotary embedding of layer {layer} changes as the sequence grows (dynamic NTK scaling), so cached "
-            "keys cannot be moved by one rotation; leave renumber=False"
+            "this rotary embedding changes as the sequence grows (dynamic NTK scaling), so cached keys cannot be moved "
+            "by one rotation; leave renumber=False"
         )
     if type(module) is nn.RoPE:
         return RopeSpec(module.dims, float(module.base), module.traditional, float(module.scale))
     if isinstance(module, _BY_FREQUENCIES):
         dims = module.dim if isinstance(module, rope_utils.SuScaledRoPE) else module.dims
-        traditional = getattr(module, "traditional", False)
-        return RopeSpec(dims, traditional=traditional, freqs=tuple(map(float, np.array(module._freqs))))
+        freqs = tuple(map(float, np.array(module._freqs)))
+        return RopeSpec(dims, traditional=getattr(module, "traditional", False), freqs=freqs)
     return None
