@@ -9,7 +9,7 @@ import mlx.core as mx
 from velox_cache.cache_state import pack_state, same_method, unpack_state
 from velox_cache.masks import causal_array, ragged_mask
 from velox_cache.sequences import Sequences, extracted, merged, selected, trimmed
-from velox_fn import batch
+from velox_fn import batch, checks
 from velox_fn.eviction import Eviction, kept_bytes
 from velox_fn.records import arrays
 from velox_fn.rows import View
@@ -51,6 +51,7 @@ class EvictingKVCache:
         Raises ValueError when the block does not fit what is cached, which then stays as it was.
         """
         self._refuse_unobserved()
+        checks.block_dimensions(keys, values)
         rows = self._rows
         record = self._empty_record(keys, values) if rows.record is None else rows.record
         if rows.batched and keys.shape[0] != len(rows.offsets):
@@ -307,10 +308,6 @@ class EvictingKVCache:
         return any(batch.has_evicted(self._rows.store, offset) for offset in self._rows.offsets)
 
     def _empty_record(self, keys: mx.array, values: mx.array) -> Any:
-        if keys.ndim != 4 or values.ndim != 4:
-            raise ValueError(
-                f"keys must be [B,H,S,D] and values [B,H,S,D_v], got {tuple(keys.shape)} and {tuple(values.shape)}"
-            )
         return self._method.init(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
 
     def _absorb(self, caches: Sequence["EvictingKVCache"]) -> None:

@@ -36,12 +36,17 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def block_shapes(keys: mx.array, values: mx.array, batch: int, n_kv_heads: int, head_dim: int, value_dim: int) -> None:
-    """ValueError unless keys [B,H,S,D] and values [B,H,S,D_v] fit each other and the state they join."""
+def block_dimensions(keys: mx.array, values: mx.array) -> None:
+    """ValueError unless keys and values have four dimensions each."""
     if keys.ndim != 4 or values.ndim != 4:
         raise ValueError(
             f"keys must be [B,H,S,D] and values [B,H,S,D_v], got shapes {tuple(keys.shape)} and {tuple(values.shape)}"
         )
+
+
+def block_shapes(keys: mx.array, values: mx.array, batch: int, n_kv_heads: int, head_dim: int, value_dim: int) -> None:
+    """ValueError unless keys [B,H,S,D] and values [B,H,S,D_v] fit each other and the state they join."""
+    block_dimensions(keys, values)
     if keys.shape[:3] != values.shape[:3]:
         raise ValueError(
             f"keys and values must agree in batch, heads and tokens, got {tuple(keys.shape)} and {tuple(values.shape)}"
