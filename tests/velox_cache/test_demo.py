@@ -43,6 +43,10 @@ def test_the_full_cache_agrees_with_itself(results):
     assert results[0].answer.usage.compression == 1
 
 
+def test_bounded_arms_are_compared_with_the_full_cache(results):
+    assert all(result.fidelity.kl_divergence > 0 for result in results[1:])
+
+
 def test_every_bounded_arm_keeps_its_budget(results):
     budgets = [result.arm.settings["budget"] for result in results[1:]]
     assert [result.answer.usage.rows_kept for result in results[1:]] == budgets
