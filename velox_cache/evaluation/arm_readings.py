@@ -62,10 +62,10 @@ def read_arms(
             same.append(equal)
             divergences.append(divergence)
             advance(1)
-    fidelities = zip(np.mean(same, axis=0), np.mean(divergences, axis=0, dtype=np.float64), strict=True)
+    agreements, means = (np.stack(part, axis=1).mean(axis=1, dtype=np.float64) for part in (same, divergences))
     return [
         ArmReading(own, Fidelity(float(agreement), float(divergence)), cache_usage(cache))
-        for own, (agreement, divergence), cache in zip(np.stack(losses, axis=1), fidelities, caches, strict=True)
+        for own, agreement, divergence, cache in zip(np.stack(losses, axis=1), agreements, means, caches, strict=True)
     ]
 
 

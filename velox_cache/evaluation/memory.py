@@ -1,13 +1,15 @@
 """What a prompt cache holds, against what the full cache would."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from velox_cache.adapter import EvictingKVCache
-from velox_cache.query_tap import flat_caches
+from velox_cache.query_tap import flat_caches, observe_queries
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,27 @@ def cache_usage(prompt_cache: Sequence[Any]) -> CacheUsage:
         tokens_seen, rows_kept = max(tokens_seen, seen), max(rows_kept, rows)
         kept, full = kept + held, full + whole
     return CacheUsage(tokens_seen, rows_kept, kept, full)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What one cache took, beside the model's weights."""
+
+    usage: CacheUsage
+    held_bytes: int  # of all arrays in the caches, rows set aside included
+    peak_bytes: int  # most that MLX held at once while the tokens were read, above what it held before
+
+
+def memory_use(model: nn.Module, make_cache: Callable[[], list[Any]], tokens: Sequence[int], step: int) -> MemoryUse:
+    """Read `tokens` in blocks of `step`, from fresh caches, and say what they took."""
+    caches = make_cache()
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with observe_queries(model):
+        for at in range(0, len(tokens), step):
+            model(mx.array([list(tokens[at : at + step])]), cache=caches)
+            mx.eval([cache.state for cache in caches])
+    held = sum(cache.nbytes for cache in flat_caches(caches))
+    return MemoryUse(cache_usage(caches), held, mx.get_peak_memory() - before)

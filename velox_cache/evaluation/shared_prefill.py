@@ -47,7 +47,7 @@ class SharedPrefill:
         if not cache.empty():
             raise ValueError("a shared prefill fills fresh caches only; make new ones")
         if call is None or call.queries.shape[2] != self.n_tokens:
-            raise ValueError("this layer's keys and values were not seen by the query tap; prefill each cache by itself")
+            raise ValueError("the query tap did not see this layer's attention; prefill each cache by itself")
         view = cache.update_and_fetch(own.keys[..., : self.n_tokens, :], own.values[..., : self.n_tokens, :])
         cache.observe_queries(view[0], call.queries, *view, call.scale)
         return cache

@@ -5,7 +5,7 @@ those of `EvictingKVCache.merge`, hold rows of one method; here each row keeps i
 see alone. Only the model's matrix products are shared.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from velox_cache.adapter import EvictingKVCache
 from velox_cache.query_tap import observe_queries
 
-Step = Any
+Step = Callable[[Sequence[int]], mx.array]
 """(tokens, one per prompt cache) -> logits float32 [A, V]"""
 
 
@@ -95,7 +95,8 @@ def _keys_shown(cache: Any) -> int:
     """How many keys the cache will show to the next token."""
     if isinstance(cache, EvictingKVCache):
         return cache.size() + 1
-    return min(cache.offset + 1, getattr(cache, "max_size", cache.offset + 1))
+    seen: int = cache.offset
+    return min(seen + 1, getattr(cache, "max_size", seen + 1))
 
 
 def _padded(rows: mx.array, length: int) -> mx.array:

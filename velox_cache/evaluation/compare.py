@@ -1,0 +1,107 @@
+"""Run measurements over arms, cell by cell: the engine of `velox compare`, which knows no measurement itself."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from velox_cache.evaluation.arms import Arm, MakeCache
+from velox_cache.evaluation.cells import Cells
+
+Advance = Callable[[int], object]
+"""Called with the tokens done."""
+Values = Mapping[str, Any]
+"""Plain JSON values by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """An arm and what makes its caches for the model at hand."""
+
+    arm: Arm
+    make: MakeCache
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """Something to measure of each of several caches, in one go."""
+
+    measure: str
+    subject: str  # the text or task
+    seed: int  # the passage's or the prompt's number
+    sizes: Mapping[str, Any]  # all that the numbers depend on beside model and arm
+    n_tokens: int  # about how many `run` advances by
+    run: Callable[[Sequence[Contender], Advance], list[dict[str, Any]]]  # one result for each contender
+    concerns: Callable[[Arm], bool] = lambda arm: True  # which arms
+    compares: bool = False  # with the full cache, which must come first
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm's numbers in one cell."""
+
+    measure: str
+    subject: str
+    seed: int
+    arm: str
+    budget: int | None
+    values: Values
+
+
+def compare(
+    measurements: Sequence[Measurement],
+    contenders: Sequence[Contender],
+    cells: Cells,
+    advance: Callable[[str, int], object] = lambda what, n_tokens: None,
+) -> list[Row]:
+    """Every measurement of every contender, the first of which is the full cache. What is in `cells` is not run again.
+
+    `advance` is called with what is at work and the tokens done. Raises ValueError when the first contender is not the
+    full cache or two bear one name at one budget, and what the measurements raise.
+    """
+    if not contenders or contenders[0].arm.method is not None:
+        raise ValueError("the first contender must be the full cache, which the others are compared with")
+    names = [(one.arm.label, one.arm.budget) for one in contenders]
+    if len(set(names)) < len(names):
+        raise ValueError(f"each arm must differ from the others in name or budget, got {names}")
+    rows: list[Row] = []
+    for one in measurements:
+        done = 0
+
+        def step(n_tokens: int, one: Measurement = one) -> None:
+            nonlocal done
+            done += n_tokens
+            advance(f"{one.measure}: {one.subject} {one.seed + 1}", n_tokens)
+
+        rows += _measured(one, contenders, cells, step)
+        step(one.n_tokens - done)
+    return rows
+
+
+def _measured(one: Measurement, contenders: Sequence[Contender], cells: Cells, advance: Advance) -> list[Row]:
+    concerned = [contender for contender in contenders if one.concerns(contender.arm)]
+    keys = {contender: _key(one, contender.arm) for contender in concerned}
+    found = {contender: cells.get(key) for contender, key in keys.items()}
+    missing = [contender for contender in concerned if found[contender] is None]
+    # The full cache runs again next to arms that were added later.
+    together = [contenders[0], *missing] if missing and one.compares and contenders[0] not in missing else missing
+    if together:
+        for contender, values in zip(together, one.run(together, advance), strict=True):
+            if contender in missing:
+                found[contender] = values
+                cells.put(keys[contender], values)
+    return [
+        Row(one.measure, one.subject, one.seed, contender.arm.label, contender.arm.budget, found[contender] or {})
+        for contender in concerned
+    ]
+
+
+def _key(one: Measurement, arm: Arm) -> dict[str, Any]:
+    return {
+        "measure": one.measure,
+        "subject": one.subject,
+        "seed": one.seed,
+        "arm": arm.label,
+        "budget": arm.budget,
+        "method": [arm.method, dict(arm.settings), arm.calibrated],
+        "sizes": dict(one.sizes),
+    }

@@ -1,0 +1,146 @@
+"""Tasks under many caches: the same prompts, the same budgets, the full cache first."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from velox_cache.adapter import EvictingKVCache
+from velox_cache.evaluation.arms import Arm, MakeCache
+from velox_cache.evaluation.memory import CacheUsage, cache_usage
+from velox_cache.evaluation.shared_prefill import shared_prefill
+from velox_cache.evaluation.side_by_side import side_by_side
+from velox_cache.evaluation.tasks.task import Task, TaskPrompt, make_prompt, score_reply
+from velox_cache.query_tap import flat_caches
+from velox_fn.eviction import kept_positions
+
+DISCRIMINATIVE_MARGIN = 0.3
+"""How far above the guessing score the full cache must be for a task to compare caches."""
+
+
+@dataclass(frozen=True)
+class TaskReply:
+    """What the model replied from one cache."""
+
+    reply: str
+    score: float  # share of the answers found, 0 to 1
+    evidence_kept: float  # share of the evidence's rows kept after the prompt, over bounded layers and heads
+    prompt_tokens: int
+    usage: CacheUsage  # after the prompt
+
+
+def seeded_prompt(tokenizer: TokenizerWrapper, task: Task, filler: str, *, n_filler: int, seed: int) -> TaskPrompt:
+    """The prompt of a task for a seed: about `n_filler` tokens of filler, from a place that the seed chooses.
+
+    The place and the task's own choices come from the seed alone. Raises ValueError when the filler is too short.
+    """
+    tokens = list(tokenizer.encode(filler))
+    if not 1 <= n_filler <= len(tokens):
+        raise ValueError(f"the filler holds {len(tokens)} tokens, n_filler={n_filler} are asked for; give more text")
+    rng = random.Random(seed)
+    start = rng.randrange(len(tokens) - n_filler + 1)
+    return task(rng, tokenizer.decode(tokens[start : start + n_filler]))
+
+
+def run_task(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompt: TaskPrompt,
+    arms: Sequence[Arm],
+    makers: Sequence[MakeCache],
+    *,
+    n_reply: int = 16,
+    advance: Callable[[int], object] = lambda n_tokens: None,
+) -> list[TaskReply]:
+    """Greedy replies of at most `n_reply` tokens to one prompt, one for each arm and its maker of caches.
+
+    The prompt but its last token is prefilled once, in one block; the rest is decoded, all arms in one batch. A reply
+    ends with the first token that ends a generation. `advance` is called with the tokens done. Raises ValueError when
+    arms of one budget keep different numbers of rows.
+    """
+    encoded = make_prompt(tokenizer, prompt)
+    prefill = shared_prefill(model, encoded.tokens[:-1])
+    caches = [prefill.into(make()) for make in makers]
+    check_equal_rows(arms, caches)
+    usages = [cache_usage(cache) for cache in caches]
+    kept = [evidence_kept(cache, encoded.evidence) for cache in caches]
+    advance(prefill.n_tokens)
+    found = np.array(_greedy(model, tokenizer, caches, encoded.tokens[-1], n_reply, advance))
+    replies = [_until_end(tokenizer, row.tolist()) for row in found.T]
+    return [
+        TaskReply(reply, score_reply(prompt, reply), share, len(encoded.tokens), usage)
+        for reply, share, usage in zip(replies, kept, usages, strict=True)
+    ]
+
+
+def check_equal_rows(arms: Sequence[Arm], prompt_caches: Sequence[Sequence[Any]]) -> None:
+    """ValueError unless all arms have seen as many tokens, and those of one budget keep as many rows in each layer.
+
+    An arm that keeps more than the others would be compared on its memory, not on its choice.
+    """
+    found: dict[tuple[int | None, int], tuple[str, int, int]] = {}
+    for arm, prompt_cache in zip(arms, prompt_caches, strict=True):
+        bounded = [cache for cache in flat_caches(prompt_cache) if isinstance(cache, EvictingKVCache)]
+        for layer, cache in enumerate(bounded):
+            seen, kept = cache.tokens_seen, cache.tokens_kept
+            if arm.budget is not None and kept != min(arm.budget, seen):
+                raise ValueError(
+                    f"{arm.label} keeps {kept} of {seen} rows in bounded layer {layer} at budget {arm.budget}: "
+                    "its numbers would not be those of its budget"
+                )
+            label, others_kept, others_seen = found.setdefault((arm.budget, layer), (arm.label, kept, seen))
+            if (kept, seen) != (others_kept, others_seen):
+                raise ValueError(
+                    f"{arm.label} keeps {kept} of {seen} rows in bounded layer {layer}, {label} {others_kept} of "
+                    f"{others_seen} at the same budget: compare them at equal rows only"
+                )
+
+
+def evidence_kept(prompt_cache: Sequence[Any], evidence: Sequence[tuple[int, int]]) -> float:
+    """Share of the rows at the token ranges `evidence`, over all bounded layers and heads, that are kept.
+
+    1 where nothing is bounded.
+    """
+    wanted = mx.array([position for start, stop in evidence for position in range(start, stop)])
+    shares = []
+    for cache in flat_caches(prompt_cache):
+        if isinstance(cache, EvictingKVCache) and cache.record is not None:
+            positions = kept_positions(cache.record)
+            shares.append((positions[..., None] == wanted).any(axis=-2).mean())
+    return float(mx.stack(shares).mean()) if shares else 1.0
+
+
+def is_discriminative(full_scores: Sequence[float], floors: Sequence[float]) -> bool:
+    """Whether the full cache's mean score is far enough above guessing for the task to compare caches."""
+    return float(np.mean(full_scores)) >= float(np.mean(floors)) + DISCRIMINATIVE_MARGIN
+
+
+def _greedy(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    caches: Sequence[Sequence[Any]],
+    last: int,
+    n_reply: int,
+    advance: Callable[[int], object],
+) -> list[list[int]]:
+    tokens = [last] * len(caches)
+    found: list[list[int]] = []
+    with side_by_side(model, caches) as step:
+        while len(found) < n_reply:
+            tokens = [int(token) for token in np.array(step(tokens).argmax(-1))]
+            found.append(tokens)
+            advance(1)
+            if all(set(row) & tokenizer.eos_token_ids for row in zip(*found, strict=True)):
+                advance(n_reply - len(found))
+                break
+    return found
+
+
+def _until_end(tokenizer: TokenizerWrapper, tokens: list[int]) -> str:
+    end = next((i for i, token in enumerate(tokens) if token in tokenizer.eos_token_ids), len(tokens))
+    return tokenizer.decode(tokens[:end]).strip()
