@@ -199,7 +199,7 @@ def test_a_mask_array_has_the_kept_rows_in_front_of_the_triangle():
 def test_a_block_that_does_not_fit_is_refused_and_nothing_is_lost(calls, keys, values):
     one = fed(cache(), calls)
     before = None if one.empty() else kept_positions(one.record).tolist()
-    with pytest.raises(ValueError, match=r"keys|state"):
+    with pytest.raises(ValueError, match=r"keys|state|filters"):
         one.update_and_fetch(mx.zeros(keys), mx.zeros(values))
     assert one.offset == sum(calls)
     assert before == (None if one.empty() else kept_positions(one.record).tolist())
