@@ -84,7 +84,9 @@ def trim(store: Store, n_tokens: int) -> Store:
     positions = select.rank_positions(rows.ranks)
     taken_back = positions >= offset[:, None, None]
     rows = dataclasses.replace(rows, ranks=mx.where(taken_back, select.PADDING, rows.ranks))
-    if not store.ordered:
+    if not store.ordered:  # rows of shorter sequences may stay as padding, which is finite
+        erased = taken_back[..., None]
+        rows = dataclasses.replace(rows, keys=mx.where(erased, 0, rows.keys), values=mx.where(erased, 0, rows.values))
         rows = in_temporal_order(rows)
     filled = store.filled - n_tokens
     return dataclasses.replace(

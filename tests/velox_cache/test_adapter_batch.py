@@ -193,3 +193,17 @@ def test_a_bfloat16_batch_that_an_empty_cache_joins_stays_bfloat16():
     batch = EvictingKVCache.merge([one])
     batch.extend(EvictingKVCache.merge([EvictingKVCache(method({"filters": FILTERS}))]))
     assert [part.dtype for part in kv(batch.record)] == [mx.bfloat16, mx.bfloat16]
+
+
+def test_tokens_that_a_ragged_batch_takes_back_leave_nothing_behind():
+    # They may turn into padding, and a NaN under a mask poisons attention all the same.
+    batch = EvictingKVCache.merge([EvictingKVCache(method({"filters": FILTERS})) for _ in range(2)])
+    batch.prepare(lengths=[2, 5], right_padding=[3, 0])
+    keys, values, queries = (np.concatenate(parts) for parts in zip(drawn(5, 0), drawn(5, 1), strict=True))
+    keys[0, :, 1], values[0, :, 1] = np.nan, np.nan
+    attend(batch, keys, values, queries)
+    batch.finalize()
+    batch.trim(1)
+    assert not np.isnan(
+        attend(batch, *(np.ones((2, *s), np.float32) for s in ((H, 1, D), (H, 1, D_V), (2 * H, 1, D))))
+    ).any()
