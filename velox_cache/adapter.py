@@ -1,8 +1,9 @@
 """The one adapter between a method of velox_fn and mlx_lm's cache protocol."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import mlx.core as mx
 
@@ -177,15 +178,20 @@ class EvictingKVCache:
         return 0 if self._rows.record is None else sum(leaf.nbytes for leaf in arrays(self._rows.record))
 
     def is_trimmable(self) -> bool:
-        """Whether `trim` is exact: nothing was evicted yet, or the method keeps rows aside for a rollback."""
-        return self._method.static and self._rows.record is not None and (self._rollback > 0 or not self._has_evicted)
+        """Whether `trim` is exact: nothing was evicted yet, or the method keeps rows aside for a rollback.
+
+        mlx_lm asks a fresh cache before speculative decoding: only a rollback keeps the promise that a yes would be.
+        """
+        if not self._method.static or self._rollback > 0:
+            return self._method.static
+        return self._rows.record is not None and not self._has_evicted
 
     def trim(self, n: int) -> int:
         """Take back the last n tokens; how many were. 0, with nothing changed, when that cannot be exact.
 
         Raises ValueError beyond what a rollback cache keeps aside.
         """
-        if not self.is_trimmable():
+        if not self.is_trimmable() or self._rows.record is None:
             return 0
         n = min(n, min(self._rows.offsets))
         if self._has_evicted:
@@ -197,6 +203,16 @@ class EvictingKVCache:
             self._can_take_back -= n
         self._rows, self._view = trimmed(self._rows, n), None
         return n
+
+    @property
+    def to_quantized(self) -> NoReturn:
+        """Absent, which is what mlx_lm's `kv_bits` looks for: it quantises caches that have this method."""
+        warnings.warn(
+            "kv_bits has no effect on evicting caches: their rows stay in the model's dtype. Lower the budget to save "
+            "memory, or drop kv_bits",
+            stacklevel=2,
+        )
+        raise AttributeError("evicting caches cannot be quantised")
 
     @classmethod
     def merge(cls, caches: Sequence["EvictingKVCache"]) -> Self:
