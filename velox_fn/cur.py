@@ -11,7 +11,6 @@ goes on after the prompt, and there the rows of the unfinished window are scored
 rows may be protected (0 unless asked for); the sketch is seeded.
 """
 
-
 import mlx.core as mx
 
 from velox_fn import checks, select
