@@ -44,6 +44,4 @@ def tova_observe(
     weights = attention_mass(last).sum(axis=1, keepdims=True) / queries.shape[1]
     unsound = (observed.scores == -mx.inf).any(axis=1, keepdims=True)
     scores = mx.broadcast_to(mx.where(unsound, -mx.inf, weights), observed.scores.shape)
-    if valid is not None:
-        scores = mx.where(valid[:, None, None] > 0, scores, observed.scores)
     return dataclasses.replace(state, store=rescore(state.store, observed, scores))
