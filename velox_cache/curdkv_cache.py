@@ -1,5 +1,7 @@
 """The adapter under the name that users of the seeds know."""
 
+import mlx.core as mx
+
 from velox_cache.adapter import EvictingKVCache
 from velox_cache.config import KVCacheConfig
 
@@ -18,5 +20,11 @@ class CurDKVKVCache(EvictingKVCache):
 
     @property
     def curdkv_kept_bytes(self) -> int:
-        """Bytes of the kept rows, keys and values in their dtype."""
-        return self.kept_bytes
+        """Bytes of the kept rows, keys and values in their dtype; the directions that are tracked do not count."""
+        basis: tuple[mx.array, ...] = () if self.record is None else self.record.basis
+        return self.kept_bytes - sum(array.nbytes for array in basis)
+
+    @property
+    def compression_ratio(self) -> float:
+        """full_seq_bytes / curdkv_kept_bytes; 1.0 before the first token."""
+        return self.full_seq_bytes / self.curdkv_kept_bytes if self.curdkv_kept_bytes else 1.0
