@@ -12,13 +12,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from velox_fn import METHODS, Eviction
+from velox_fn import METHODS, Eviction, RopeSpec
 
 H, H_Q, D, D_V = 2, 4, 8, 6
 BUDGET, N_SINK = 16, 2
 
 _rng = np.random.default_rng(7)
 _FILTERS = mx.array(_rng.standard_normal((H, D)).astype(np.float32))
+_ROPE = RopeSpec(dims=D, base=50.0).plain()
 _COVARIANCES = mx.broadcast_to(mx.eye(D), (H, D, D))
 
 ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
@@ -30,7 +31,8 @@ ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
         ("fallback", {"calib_tokens": 6}),
         ("fallback over budget", {"calib_tokens": 25, "recent": 3}),
     ),
-    "h2o": (("", {"grace": 4}),),
+    "h2o": (("", {"grace": 4}), ("renumbered", {"grace": 4, "renumber": True, "rope": _ROPE})),
+    "streaming_llm": (("", {}), ("renumbered", {"renumber": True, "rope": _ROPE})),
     "snapkv": (("", {"obs_window": 4, "kernel": 3}),),
     "curdkv": (("block", {}), ("token", {"granularity": "token"}), ("recent", {"recent": 4, "rank_cap": 2})),
     "keydiff": (("running", {}), ("calibrated", {"mean_keys": _FILTERS})),
@@ -70,6 +72,7 @@ class Case:
 CASES = [
     Case(method, label, arguments) for method in METHODS for label, arguments in ARGUMENTS.get(method, (("", {}),))
 ]
+AS_STORED = [case for case in CASES if not case.arguments.get("renumber")]  # attention sees the rows themselves
 STATIC = [case for case in CASES if case.make().static]
 
 

@@ -5,13 +5,14 @@ import io
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import BUDGET, CASES, D_V, N_SINK, STATIC, Case, D, H, bits, block, fed
+from cases import AS_STORED, BUDGET, CASES, D_V, N_SINK, STATIC, Case, D, H, bits, block, fed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from velox_fn import arrays, kept_bytes, kept_positions, kv, with_arrays
 
 every_method = pytest.mark.parametrize("case", CASES, ids=str)
+every_method_that_shows_rows_as_stored = pytest.mark.parametrize("case", AS_STORED, ids=str)
 every_static_method = pytest.mark.parametrize("case", STATIC, ids=str)
 with_queries_or_proxy = pytest.mark.parametrize("proxy", [True, False], ids=["proxy", "queries"])
 
@@ -100,7 +101,7 @@ def test_first_block_attends_to_itself_and_nothing_else(case, proxy):
     np.testing.assert_array_equal(bits(view[1]), bits(values))
 
 
-@every_method
+@every_method_that_shows_rows_as_stored
 def test_a_block_attends_to_what_was_kept_and_then_to_itself(case):
     tokens = block(60)
     method = case.make()
@@ -113,7 +114,7 @@ def test_a_block_attends_to_what_was_kept_and_then_to_itself(case):
         assert rows_as_sets(seen[:, :, :n]) == rows_as_sets(kept)
 
 
-@every_method
+@every_method_that_shows_rows_as_stored
 def test_one_token_attends_to_what_was_kept_and_to_itself(case):
     # field case 8: the newest token is there for its own query, whatever it scores
     tokens = block(40)
