@@ -1,6 +1,5 @@
 """The caches that are compared, as values: a method, its settings, and how to make fresh ones."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from velox_cache.install import install, uninstall
+from velox_cache.layer_arguments import takes_calibration
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_fn.registry import method_factory
 
@@ -23,7 +23,7 @@ class Arm:
     label: str
     method: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    calibrated: bool = True  # a method that takes filters gets those of the calibration
+    calibrated: bool = True  # a method that takes something of a calibration gets it
 
     @property
     def budget(self) -> int | None:
@@ -61,8 +61,8 @@ def cache_maker(model: nn.Module, arm: Arm, calibration: QFiltersCalibration | N
     uninstall(model)
     if arm.method is None:
         return lambda: make_prompt_cache(model)
-    takes_filters = "filters" in inspect.signature(method_factory(arm.method)).parameters
-    install(model, arm.method, filters=calibration if takes_filters and arm.calibrated else None, **arm.settings)
+    calibrated = arm.calibrated and takes_calibration(method_factory(arm.method))
+    install(model, arm.method, filters=calibration if calibrated else None, **arm.settings)
     make: MakeCache = model.make_cache
     uninstall(model)
     return make
