@@ -20,6 +20,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "calibrate": "make the Q-Filters of a model, from any text",
         "inspect": "say what is in a file of filters",
         "inspect-model": "say, layer by layer, what an evicting cache would do with a model",
+        "compare": "measure eviction methods on a model: perplexity, tasks, attention, what is kept",
+        "eval": "run one measurement by itself",
         "methods": "list the eviction methods and their settings",
         "fetch-model": "fetch a small real model, without a model hub",
         "doctor": "check this installation",

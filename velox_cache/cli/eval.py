@@ -1,0 +1,264 @@
+"""Run one measurement by itself. `velox compare` runs most of them together, for many methods and budgets."""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from velox_cache.cli.method_arguments import METHOD_EXAMPLES, add_method_arguments, install_method, method_settings
+from velox_cache.cli.model_argument import add_model_argument, load_model
+
+if TYPE_CHECKING:
+    from velox_cache.evaluation.arms import Arm
+
+Records = list[dict[str, Any]]
+
+EXAMPLES = f"""examples:
+  velox eval anisotropy smollm2-135m
+  velox eval attention smollm2-135m --filters filters.npz
+  velox eval perplexity smollm2-135m --method qfilters --budget 256 --filters filters.npz
+  velox eval recency smollm2-135m --method qfilters --budget 128 --filters filters.npz
+  velox eval prefill --method qfilters --budget 512
+  velox eval memory smollm2-135m --method streaming_llm --budget 512
+  velox eval synthetic qfilters
+  velox eval synthetic curdkv
+
+{METHOD_EXAMPLES}"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One subcommand for each measurement."""
+    kinds = parser.add_subparsers(dest="kind", metavar="MEASUREMENT", required=True, title="measurements")
+    for name, (summary, takes_model, takes_method) in _KINDS.items():
+        kind = kinds.add_parser(name, help=summary, description=summary)
+        if takes_model:
+            add_model_argument(kind)
+            kind.add_argument("--text", default="documentation", metavar="T", help="see `velox compare`, or a file")
+            kind.add_argument("--context", type=int, default=512, metavar="N", help="tokens read (default: 512)")
+        if takes_method:
+            add_method_arguments(kind)
+        if name in ("perplexity", "fidelity", "recency"):
+            kind.add_argument("--scored", type=int, default=96, metavar="N", help="tokens predicted (default: 96)")
+        if name == "attention":
+            kind.add_argument("--filters", required=True, metavar="FILE", help="filters of `velox calibrate`")
+        if name == "synthetic":
+            kind.add_argument("subject", choices=tuple(_SYNTHETIC), help="which method's made-up data")
+        kind.add_argument("--json", metavar="FILE", help="write every number there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print a table, write JSON if asked to."""
+    from rich.console import Console
+    from rich.table import Table
+
+    records, shown = _RUN[arguments.kind](arguments)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(records, indent=1))
+    table = Table()
+    for heading, value in shown[0].items():
+        table.add_column(heading.replace("_", " "), justify="left" if isinstance(value, str) else "right")
+    for record in shown:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else f"{value}" for value in record.values()))
+    Console().print(table)
+    return 0
+
+
+Result = tuple[Records, Records]
+"""All numbers, and the rows of the table."""
+
+
+def _anisotropy(arguments: argparse.Namespace) -> Result:
+    from velox_cache.embedded_text import calibration_texts
+    from velox_cache.evaluation.anisotropy import anisotropy
+
+    model, tokenizer = load_model(arguments.model)
+    fitted = list(tokenizer.encode("\n".join(calibration_texts())))[: 2 * arguments.context]
+    found = anisotropy(model, fitted, _tokens(arguments, tokenizer, arguments.context))
+    row: dict[str, Any] = {
+        "query heads": len(found.mean_projection),
+        "positive mean projection": found.positive_share,
+        "leading component / others, median": float(_median(found.leading_ratio)),
+        "energy of the leading component": float(found.top_energy.mean()),
+    }
+    return [{name: array.tolist() for name, array in vars(found).items()} | row], [row]
+
+
+def _attention(arguments: argparse.Namespace) -> Result:
+    from velox_cache import load_qfilters
+    from velox_cache.evaluation.attention import default_scorers, score_attention
+    from velox_cache.evaluation.texts import text_named
+
+    model, tokenizer = load_model(arguments.model)
+    scorers = default_scorers(load_qfilters(arguments.filters))
+    found = score_attention(model, tokenizer, text_named(arguments.text), scorers, n_tokens=arguments.context)
+    rows = [{"score": one.scorer, "Spearman, mean": one.mean, "right sign": one.sign_correct} for one in found]
+    return [row | {"per_head": one.per_head.tolist()} for row, one in zip(rows, found, strict=True)], list(rows)
+
+
+def _reading(arguments: argparse.Namespace) -> Result:
+    return _read(arguments, [_arm(arguments)])
+
+
+def _recency(arguments: argparse.Namespace) -> Result:
+    import dataclasses
+
+    arm = _arm(arguments)
+    budget = arm.budget or 512
+    recents = [0, budget // 8, budget // 4, budget // 2, 3 * budget // 4, 7 * budget // 8]
+    return _read(
+        arguments,
+        [dataclasses.replace(arm, label=f"recent={n}", settings={**arm.settings, "recent": n}) for n in recents],
+    )
+
+
+def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:
+    from velox_cache import load_qfilters
+    from velox_cache.evaluation.arm_readings import read_arms
+    from velox_cache.evaluation.arms import FULL, cache_maker
+
+    model, tokenizer = load_model(arguments.model)
+    calibration = load_qfilters(arguments.filters) if arguments.filters else None
+    tokens = _tokens(arguments, tokenizer, arguments.context + arguments.scored)
+    makers = [cache_maker(model, arm, calibration) for arm in (FULL, *arms)]
+    rows: Records = [
+        {
+            "cache": arm.label,
+            "rows kept": one.usage.rows_kept,
+            "perplexity": one.perplexity,
+            "KL to full": one.fidelity.kl_divergence,
+            "same next token": one.fidelity.agreement,
+        }
+        for arm, one in zip((FULL, *arms), read_arms(model, tokens, makers, n_context=arguments.context), strict=True)
+    ]
+    return rows, rows
+
+
+def _prefill(arguments: argparse.Namespace) -> Result:
+    import mlx.core as mx
+
+    from velox_cache.evaluation.prefill import prefill_in_chunks
+    from velox_fn.registry import method_factory
+
+    parameters: dict[str, Any] = method_settings(arguments)
+    heads, tokens, width = 8, 4096, 128
+    if arguments.method == "qfilters":
+        parameters["filters"] = mx.random.normal((heads, width), key=mx.random.key(2))
+    method = method_factory(arguments.method)(**parameters)
+    keys, values = (mx.random.normal((1, heads, tokens, width), key=mx.random.key(i)) for i in (0, 1))
+    rows: Records = [
+        {"chunk": one.chunk, "calls": one.calls, "same rows as at once": one.same_rows, "ms": 1000 * one.seconds}
+        for one in prefill_in_chunks(method, keys, values, (1024, 256, 64, 16))
+    ]
+    return rows, rows
+
+
+def _memory(arguments: argparse.Namespace) -> Result:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from velox_cache import uninstall
+    from velox_cache.evaluation.memory import memory_use
+
+    model, tokenizer = load_model(arguments.model)
+    tokens = _tokens(arguments, tokenizer, arguments.context)
+    rows: Records = []
+    for name in ("full cache", arguments.method):
+        if name == arguments.method:
+            install_method(model, arguments)
+        used = memory_use(model, lambda: make_prompt_cache(model), tokens, 256)
+        uninstall(model)
+        rows.append(
+            {
+                "cache": name,
+                "rows kept": used.usage.rows_kept,
+                "kept KV MiB": used.usage.kept_bytes / 2**20,
+                "held MiB": used.held_bytes / 2**20,
+                "MLX peak above the weights, MiB": used.peak_bytes / 2**20,
+            }
+        )
+    return rows, rows
+
+
+def _synthetic(arguments: argparse.Namespace) -> Result:
+    return _SYNTHETIC[arguments.subject]()
+
+
+def _synthetic_qfilters() -> Result:
+    import dataclasses
+
+    import numpy as np
+
+    from velox_cache.evaluation.synthetic_qfilters import synthetic_qfilters
+
+    found = synthetic_qfilters()
+    rows: Records = []
+    for geometry, arm in dict.fromkeys((one.geometry, one.arm) for one in found):
+        of = [one for one in found if (one.geometry, one.arm) == (geometry, arm)]
+        rows.append(
+            {
+                "geometry": geometry,
+                "arm": arm,
+                "perturbation": float(np.mean([one.perturbation for one in of])),
+                "better than random by": float(np.mean([one.against_random for one in of])),
+                "filter cosine": float(np.mean([one.filter_cosine for one in of])),
+            }
+        )
+    return [dataclasses.asdict(one) for one in found], rows
+
+
+def _synthetic_curdkv() -> Result:
+    import dataclasses
+
+    from velox_cache.evaluation.synthetic_curdkv import synthetic_curdkv
+
+    rows = [dataclasses.asdict(one) for one in synthetic_curdkv()]
+    return rows, rows
+
+
+def _arm(arguments: argparse.Namespace) -> "Arm":
+    from velox_cache.evaluation.arms import Arm
+
+    return Arm(arguments.method, arguments.method, method_settings(arguments), calibrated=bool(arguments.filters))
+
+
+def _tokens(arguments: argparse.Namespace, tokenizer: Any, n_tokens: int) -> list[int]:
+    from velox_cache.evaluation.texts import passages, text_named
+
+    return passages(list(tokenizer.encode(text_named(arguments.text))), n_tokens, 1)[0]
+
+
+def _median(values: Any) -> Any:
+    import numpy as np
+
+    return np.median(values)
+
+
+_KINDS: Mapping[str, tuple[str, bool, bool]] = MappingProxyType(
+    {
+        "anisotropy": ("whether queries drift along one direction per head", True, False),
+        "attention": ("how well scores predict attention, per head", True, False),
+        "perplexity": ("perplexity and fidelity of one method against the full cache, token by token", True, True),
+        "fidelity": ("the same as perplexity: one reading gives both", True, True),
+        "recency": ("how many recent rows to protect, at a budget", True, True),
+        "prefill": ("prefill at once against chunks, of the cache alone: kept rows and time", False, True),
+        "memory": ("bytes and peak memory against the full cache", True, True),
+        "synthetic": ("made-up keys of known geometry; needs no model", False, False),
+    }
+)
+"""Summary, whether it takes a model, whether it takes a method."""
+_RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
+    {
+        "anisotropy": _anisotropy,
+        "attention": _attention,
+        "perplexity": _reading,
+        "fidelity": _reading,
+        "recency": _recency,
+        "prefill": _prefill,
+        "memory": _memory,
+        "synthetic": _synthetic,
+    }
+)
+_SYNTHETIC: Mapping[str, Callable[[], Result]] = MappingProxyType(
+    {"qfilters": _synthetic_qfilters, "curdkv": _synthetic_curdkv}
+)
