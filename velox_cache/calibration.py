@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import mlx.core as mx
@@ -11,20 +11,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from velox_cache.layer_statistics import LayerStatistics
+from velox_cache.distributed import Group, as_rank_0_has_it, failing_together, own_share
+from velox_cache.layer_sums import LayerSums, whole_model_sums, with_block
+from velox_cache.model_shard import model_shard
 from velox_cache.observed_prefill import LayerQueries, cache_layout, observed_prefill
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_cache.query_tap import model_type
 from velox_fn.checks import whole_number
-from velox_fn.keydiff import unit_keys
-from velox_fn.query_gram import (
-    QueryGram,
-    average_gqa_filters,
-    query_gram_filters,
-    query_gram_init,
-    query_gram_moments,
-    query_gram_update,
-)
 from velox_fn.records import arrays
 
 LEAST_TOKENS = 64  # fewer say little about a direction in a space of about as many dimensions
@@ -47,6 +40,7 @@ def calibrate(
     model_id: str | None = None,
     dataset: str | None = None,
     progress: bool = True,
+    group: Group | None = None,
 ) -> QFiltersCalibration:
     """Filters of `model`, from the queries it makes of `texts`, and the statistics that other methods score by.
 
@@ -59,8 +53,12 @@ def calibrate(
     A layer gets a filter when its attention reads a plain KVCache, also inside a CacheList; the others get None. It
     works whether or not evicting caches are installed on the model. `progress` shows a bar on stderr.
 
+    group: ranks that each hold the whole model, call this with the same arguments and share out the sequences; some may
+    get none. Ranks that hold a model together (`model.shard`, `model.model.pipeline`) need no group: each runs every
+    sequence through its part. Both ways every rank gets the whole model's calibration, the same to the last bit.
+
     Raises ValueError when the texts have fewer than 64 tokens, when the model computes attention by hand or from no
-    plain KV cache, or when its queries are not finite.
+    plain KV cache, or when its queries are not finite; RuntimeError when another rank fails or ends.
     """
     sequences = _sequences(tokenizer, texts, max_tokens, sequence_length)
     n_tokens = sum(map(len, sequences))
@@ -69,11 +67,23 @@ def calibrate(
             f"texts hold {n_tokens} tokens; calibration needs at least {LEAST_TOKENS}, and a few thousand to be good: "
             "give more text"
         )
-    sums = _layer_sums(model, sequences, prefill_step_size, progress)
-    layout = cache_layout(model)
+    layout, shard = cache_layout(model), model_shard(model)
+    apart = group if shard.group is None else None  # ranks with nothing in common until they add up what they saw
+    everyone = shard.group or group
+    own = sequences if apart is None else own_share(sequences, apart, cost=len)
+    with failing_together(apart):
+        sums = _layer_sums(model, own, prefill_step_size, progress and (everyone is None or everyone.rank() == 0))
+    if everyone is not None:
+        sums, layout = whole_model_sums(sums, layout, model, shard, everyone)
+    filters = [_layer_filter(i, sums[i]) if i in sums else None for i in range(len(layout))]
+    statistics = [sums[i].statistics() if i in sums else None for i in range(len(layout))]
+    if everyone is not None:  # machines may round differently
+        shared = partial(as_rank_0_has_it, group=everyone)
+        filters = [None if layer is None else shared(layer) for layer in filters]
+        statistics = [None if layer is None else layer.mapped(shared) for layer in statistics]
     return QFiltersCalibration(
-        [_layer_filter(i, sums[i]) if i in sums else None for i in range(len(layout))],
-        statistics=[_layer_statistics(sums[i]) if i in sums else None for i in range(len(layout))],
+        filters,
+        statistics=statistics,
         model_id=model_id,
         n_samples=n_tokens,
         dataset=dataset,
@@ -126,6 +136,8 @@ def sign_agreement(
     """
     sequences = _sequences(tokenizer, [text], max_tokens, max_tokens)
     sums = _layer_sums(model, sequences, prefill_step_size, progress=False)
+    if (shard := model_shard(model)).group is not None:
+        sums, _ = whole_model_sums(sums, cache_layout(model), model, shard, shard.group)
     n_agreeing = n_heads = 0
     for layer, gram in ((layer, sums_of_layer.queries) for layer, sums_of_layer in sums.items()):
         filters = calibration.filters[layer] if layer < len(calibration.filters) else None
@@ -199,45 +211,19 @@ def _observed_blocks(
                 bar.advance(task, block[0].queries.shape[2])
 
 
-@dataclass(frozen=True, eq=False)
-class _LayerSums:
-    """Sums over the tokens of one layer."""
-
-    queries: QueryGram
-    unit_keys: mx.array  # [H, D] float64: sum of the keys at unit norm
-    scale: float  # of the attention logits
-
-
 def _layer_sums(
     model: nn.Module, sequences: Sequence[Sequence[int]], prefill_step_size: int, progress: bool
-) -> dict[int, _LayerSums]:
-    sums: dict[int, _LayerSums] = {}
+) -> dict[int, LayerSums]:
+    sums: dict[int, LayerSums] = {}
     for block in _observed_blocks(model, sequences, prefill_step_size, progress):
         for call in block:
-            sums[call.layer] = _with_block(sums.get(call.layer), call)
+            sums[call.layer] = with_block(sums.get(call.layer), call)
         mx.eval([[*arrays(layer.queries), layer.unit_keys] for layer in sums.values()])
     return sums
 
 
-def _with_block(sums: _LayerSums | None, call: LayerQueries) -> _LayerSums:
-    n_tokens = call.queries.shape[2]
-    new_keys = unit_keys(call.keys[0, :, -n_tokens:]).sum(axis=1)
-    with mx.stream(mx.cpu):
-        so_far = mx.zeros(new_keys.shape, mx.float64) if sums is None else sums.unit_keys
-        total = so_far + new_keys.astype(mx.float64)
-    gram = query_gram_init(call.queries.shape[1], call.queries.shape[3]) if sums is None else sums.queries
-    return _LayerSums(query_gram_update(gram, call.queries), total, call.scale)
-
-
-def _layer_filter(layer: int, sums: _LayerSums) -> mx.array:
+def _layer_filter(layer: int, sums: LayerSums) -> mx.array:
     try:
-        return average_gqa_filters(query_gram_filters(sums.queries), sums.unit_keys.shape[0])
+        return sums.filters()
     except ValueError as error:
         raise ValueError(f"layer {layer} cannot be calibrated: {error}") from error
-
-
-def _layer_statistics(sums: _LayerSums) -> LayerStatistics:
-    mean, covariance = query_gram_moments(sums.queries, sums.unit_keys.shape[0])
-    with mx.stream(mx.cpu):
-        mean_keys = (sums.unit_keys / sums.queries.count).astype(mx.float32)
-    return LayerStatistics(mean_keys, mean * sums.scale, covariance * sums.scale**2)

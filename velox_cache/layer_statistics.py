@@ -1,5 +1,6 @@
 """Statistics of one layer's queries and keys, for the methods that score rows by them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import mlx.core as mx
@@ -26,6 +27,10 @@ class LayerStatistics:
                 f"mean_keys, query_mean and query_cov must be [H,D], [H,D] and [H,D,D], got "
                 f"{[tuple(array.shape) for array in self.arrays().values()]}"
             )
+
+    def mapped(self, change: Callable[[mx.array], mx.array]) -> "LayerStatistics":
+        """With `change` applied to each array."""
+        return LayerStatistics(**{name: change(array) for name, array in self.arrays().items()})
 
     def arrays(self) -> dict[str, mx.array]:
         """The arrays by name."""

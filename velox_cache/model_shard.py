@@ -14,7 +14,6 @@ import mlx.nn as nn
 from mlx_lm.models.pipeline import PipelineMixin
 
 from velox_cache.layer_budgets import Budgets
-from velox_cache.layer_statistics import LayerStatistics
 from velox_cache.qfilters_artifact import QFiltersCalibration
 
 _MAKES_KEYS = ("k_proj", "kv_b_proj")
@@ -57,9 +56,9 @@ class ModelShard:
         layers = slice(self.first_layer, self.first_layer + n_layers)
         return replace(
             whole,
-            filters=[None if layer is None else layer[self.heads(layer.shape[0])] for layer in whole.filters[layers]],
+            filters=[None if layer is None else self._own(layer) for layer in whole.filters[layers]],
             layer_layout=whole.layer_layout[layers],
-            statistics=[None if layer is None else self._statistics(layer) for layer in whole.statistics[layers]],
+            statistics=[None if layer is None else layer.mapped(self._own) for layer in whole.statistics[layers]],
         )
 
     def budgets(self, whole: Budgets, n_layers: int) -> Budgets:
@@ -68,8 +67,8 @@ class ModelShard:
             return lambda layer: whole(layer + self.first_layer)
         return whole[self.first_layer :][:n_layers] if self.pipelined else whole
 
-    def _statistics(self, layer: LayerStatistics) -> LayerStatistics:
-        return LayerStatistics(**{name: array[self.heads(array.shape[0])] for name, array in layer.arrays().items()})
+    def _own(self, by_head: mx.array) -> mx.array:
+        return by_head[self.heads(by_head.shape[0])]
 
 
 WHOLE = ModelShard()
