@@ -11,12 +11,16 @@ from velox_cache.model_shard import WHOLE, ModelShard
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_cache.rope_of_model import rope_of_layer
 from velox_fn.eviction import Eviction
+from velox_fn.registry import METHODS
 
 CALIBRATED = ("filters", "mean_keys", "query_mean", "query_cov")
 """The factory arguments that come from a calibration."""
 
 PLACE = ("layer", "first_head")
 """The factory arguments that say where in the whole model a cache stands."""
+
+POOLS_HEADS = (METHODS["tova"],)
+"""Methods that score a row by all heads of its layer together."""
 
 
 def takes_calibration(factory: Callable[..., Eviction]) -> bool:
@@ -36,9 +40,15 @@ def layer_arguments(
 
     calibration: what of one belongs to `shard`, the part of the model that this process holds.
 
-    Raises ValueError when the calibration has nothing for the method or the layer, or when a method that renumbers
-    needs a rotary embedding and the model's cannot be read.
+    Raises ValueError when the calibration has nothing for the method or the layer, when a method that renumbers needs
+    a rotary embedding and the model's cannot be read, or when a method pools heads that are on several ranks.
     """
+    if shard.head_parts > 1 and factory in POOLS_HEADS:
+        raise ValueError(
+            f"this method scores a row by all heads of a layer together, and here they are spread over "
+            f"{shard.head_parts} ranks, which share nothing of their caches; spread the model's layers instead "
+            "(pipeline), or take a method that scores each head by itself, such as qfilters or h2o"
+        )
     wanted = inspect.signature(factory).parameters
     arguments: dict[str, Any] = {} if calibration is None else calibrated_params(factory, calibration, layer)
     if "layer" in wanted:
