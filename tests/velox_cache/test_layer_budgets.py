@@ -1,0 +1,120 @@
+"""Budgets that differ from layer to layer."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import velox_cache as vc
+from velox_fn import kept_positions
+
+PROMPT = [(11 * i) % 97 for i in range(90)]
+
+
+def sizes_after_generating(model: nn.Module) -> list[int]:
+    caches = make_prompt_cache(model)
+    list(generate_step(mx.array(PROMPT), model, max_tokens=10, prompt_cache=caches, prefill_step_size=40))
+    return [cache.size() for cache in caches]
+
+
+def test_list_gives_each_layer_its_budget(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model(num_hidden_layers=3)
+    vc.install(model, "l2norm", budget=[40, 16, 24])
+    assert sizes_after_generating(model) == [40, 16, 24]
+
+
+def test_function_of_the_layer_gives_each_layer_its_budget(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model(num_hidden_layers=3)
+    vc.install(model, "l2norm", budget=lambda layer: 16 + 8 * layer)
+    assert sizes_after_generating(model) == [16, 24, 32]
+
+
+def test_entries_of_layers_that_are_not_bounded_do_not_count(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model("gemma3_text", num_hidden_layers=4)
+    vc.install(model, "l2norm", budget=[1, 20, 1, 30])
+    assert sizes_after_generating(model)[1::2] == [20, 30]
+
+
+def test_recent_is_a_quarter_of_each_layers_own_budget(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model()
+    vc.install(model, "l2norm", budget=[40, 16])
+    assert [cache.method.settings["recent"] for cache in make_prompt_cache(model)] == [10, 4]
+
+
+def test_report_shows_the_budgets(tiny_model: Callable[..., nn.Module]) -> None:
+    assert "budget=[40, 16]" in str(vc.install(tiny_model(), "l2norm", budget=[40, 16]))
+
+
+def test_first_layer_keeps_what_it_keeps_under_that_budget_for_all(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model()
+    kept = []
+    for budget in ([40, 16], 40):
+        vc.install(model, "l2norm", budget=budget)
+        caches = make_prompt_cache(model)
+        model(mx.array([PROMPT]), cache=caches)
+        kept.append(kept_positions(caches[0].record))
+    assert mx.array_equal(*kept)
+
+
+def test_list_of_another_length_is_refused(tiny_model: Callable[..., nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"3 entries.*2 layers"):
+        vc.install(tiny_model(), "l2norm", budget=[40, 16, 24])
+
+
+def test_model_that_wants_masks_as_arrays_is_refused_with_the_reason(tiny_model: Callable[..., nn.Module]) -> None:
+    with pytest.raises(ValueError, match="mask as an array"):
+        vc.install(tiny_model("gemma2", query_pre_attn_scalar=8), "l2norm", budget=[40, 16])
+
+
+def test_mask_array_is_refused_by_the_cache_itself_too(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model()
+    vc.install(model, "l2norm", budget=[40, 16])
+    with pytest.raises(ValueError, match="mask as an array"):
+        make_prompt_cache(model)[0].make_mask(4, return_array=True)
+
+
+def test_batch_generator_refuses_to_batch(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model()
+    vc.install(model, "l2norm", budget=[40, 16])
+    generator = BatchGenerator(model)
+    generator.insert([PROMPT, PROMPT[:5]])
+    with pytest.raises(ValueError, match="batching"):
+        generator.next_generated()
+
+
+def test_server_sees_that_it_cannot_batch(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model()
+    vc.install(model, "l2norm", budget=[40, 16])
+    assert not any(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+
+
+def test_asking_for_a_batch_says_why_there_is_none(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model()
+    vc.install(model, "l2norm", budget=[40, 16])
+    cache = make_prompt_cache(model)[0]
+    with pytest.raises(AttributeError, match="ragged batch"):
+        _ = cache.merge
+    with pytest.raises(ValueError, match="ragged batch"):
+        cache.extend(cache)
+    with pytest.raises(ValueError, match="ragged batch"):
+        cache.prepare(lengths=[1, 3], right_padding=[2, 0])
+
+
+def test_saved_caches_stay_alone(tiny_model: Callable[..., nn.Module], tmp_path: object) -> None:
+    model = tiny_model()
+    vc.install(model, "l2norm", budget=[40, 16])
+    caches = make_prompt_cache(model)
+    model(mx.array([PROMPT]), cache=caches)
+    vc.save_prompt_cache(f"{tmp_path}/prompt", caches)
+    loaded = vc.load_prompt_cache(f"{tmp_path}/prompt")
+    assert [(type(cache), cache.size()) for cache in loaded] == [(type(caches[0]), 40), (type(caches[0]), 16)]
+
+
+def test_speculative_decoding_works_with_budgets_of_their_own(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model()
+    vc.install(model, "l2norm", budget=[40, 16], rollback=3)
+    steps = speculative_generate_step(mx.array(PROMPT), model, model, num_draft_tokens=3, max_tokens=30)
+    assert len(list(steps)) == 30
