@@ -40,7 +40,7 @@ def keydiff(
         checks.finite_matrix("mean_keys", mean_keys, "[n_kv_heads, head_dim]")
         return static_eviction(
             "keydiff",
-            _minus_cosine,
+            _minus_cosine_terms,
             budget=budget,
             n_sink=n_sink,
             recent=recent,
@@ -75,13 +75,15 @@ def _running_update(
     unit = unit_keys(rows.keys)
     counted = mx.isfinite(unit) & (positions >= 0)[..., None]
     mean = mx.where(counted, unit, 0.0).sum(axis=2)  # but for its length, which orders nothing
-    store = with_scores(landed.store, _minus_cosine(rows.keys, rows.values, positions, (mean,)), keys.shape[2])
+    store = with_scores(
+        landed.store, _minus_cosine_terms(rows.keys, rows.values, positions, (mean,)).sum(-1), keys.shape[2]
+    )
     return dataclasses.replace(landed, store=store), tied(view, store)
 
 
-def _minus_cosine(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+def _minus_cosine_terms(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
     # But for the length of the mean, which is the same for all rows of a head.
-    return -(unit_keys(keys) * params[0][:, :, None]).sum(-1)
+    return -(unit_keys(keys) * params[0][:, :, None])
 
 
 def unit_keys(keys: mx.array) -> mx.array:

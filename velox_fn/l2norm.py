@@ -26,4 +26,4 @@ def l2norm(*, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int
 
 def _minus_squared_norm(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
     exact = keys.astype(mx.float32)
-    return -(exact * exact).sum(-1)
+    return -(exact * exact)  # the terms of the sum

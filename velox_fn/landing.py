@@ -1,11 +1,10 @@
 """How a block enters a store, and how what exceeds the budget leaves it."""
 
-import dataclasses
-
 import mlx.core as mx
 
 from velox_fn import select
 from velox_fn.fused_evict import evict_rows
+from velox_fn.records import replaced
 from velox_fn.rows import Rows, View, in_temporal_order
 from velox_fn.store import Store, held_rows, overwrites, seen_rows, used_rows
 
@@ -24,14 +23,14 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
     if store.filled > store.limit and not overwrites(store, n_tokens):
         store = without_dead_row(store)
     if valid is None:
-        store = dataclasses.replace(store, seen_by_all=store.seen_by_all + n_tokens)
+        store = replaced(store, seen_by_all=store.seen_by_all + n_tokens)
     else:
         real = (select.rank_positions(block.ranks) >= 0)[..., None]
-        block = dataclasses.replace(block, keys=mx.where(real, block.keys, 0), values=mx.where(real, block.values, 0))
-        store = dataclasses.replace(store, ordered=False)
+        block = replaced(block, keys=mx.where(real, block.keys, 0), values=mx.where(real, block.values, 0))
+        store = replaced(store, ordered=False)
     if overwrites(store, n_tokens):
         keys, values, ranks = overwrite_victim(store.keys, store.values, store.ranks, store.offset, block, store.recent)
-        return dataclasses.replace(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False), (
+        return replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False), (
             keys,
             values,
         )
@@ -45,8 +44,8 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
 
 def without_dead_row(store: Store) -> Store:
     """`store` cut down to its limit and in temporal order; padding of short sequences comes last."""
-    rows = held_rows(dataclasses.replace(store, ordered=False))
-    return dataclasses.replace(
+    rows = held_rows(replaced(store, ordered=False))
+    return replaced(
         store,
         keys=rows.keys,
         values=rows.values,
@@ -92,7 +91,7 @@ def append(store: Store, block: Rows, offset: mx.array) -> Store:
             for old, new in ((used.keys, block.keys), (used.values, block.values), (used.ranks, block.ranks))
         ]
     keys, values, ranks = grown
-    return dataclasses.replace(store, keys=keys, values=values, ranks=ranks, offset=offset, filled=filled)
+    return replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, filled=filled)
 
 
 def _written(target: mx.array, rows: mx.array, start: int) -> mx.array:
@@ -121,13 +120,15 @@ def settle(store: Store, n_tokens: int) -> Store:
         rows = in_temporal_order(rows)
     competing = select.competing_ranks(rows.ranks, store.offset, store.protected)
     keys, values, ranks = evict_rows(rows.keys, rows.values, rows.ranks, competing, store.limit, metal=store.metal)
-    return dataclasses.replace(store, keys=keys, values=values, ranks=ranks, filled=store.limit)
+    return replaced(store, keys=keys, values=values, ranks=ranks, filled=store.limit)
 
 
 def tied(view: View, store: Store) -> View:
     """`view`, made to depend on what of the store it does not show.
 
     mlx_lm evaluates tokens only; an array that no token depends on would keep a graph that grows with every call.
+    Attention reads both halves of a view, so one of them carries the rest.
     """
-    keys, values = mx.depends(list(view), [store.keys, store.values, store.ranks, store.offset])
+    keys, values = view
+    (values,) = mx.depends([values], [store.keys, store.values, store.ranks, store.offset])
     return keys, values

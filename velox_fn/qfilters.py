@@ -21,7 +21,7 @@ from velox_fn import checks
 from velox_fn.eviction import Eviction
 from velox_fn.fused_evict import resolve_metal
 from velox_fn.key_svd import warm_up
-from velox_fn.records import record
+from velox_fn.records import record, replaced
 from velox_fn.rows import View
 from velox_fn.static import Params, Score, per_row, static_update
 from velox_fn.store import Store, init_store
@@ -108,9 +108,9 @@ def qfilters_update(
     score = _SCORES[state.store.metal, state.sign]
     if state.frozen:
         store, view = static_update(state.store, keys, values, score, (state.filters,), valid)
-        return dataclasses.replace(state, store=store), view
+        return replaced(state, store=store), view
     store, filters, view = warm_up(state.store, state.filters, keys, values, valid, score, state.calib_tokens)
-    return dataclasses.replace(state, store=store, filters=filters), view
+    return replaced(state, store=store, filters=filters), view
 
 
 def qfilters(
@@ -168,7 +168,7 @@ def qfilters(
 
 def _projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
     # Not a matrix product: its order of summation may depend on the number of rows, and then so would the kept set.
-    return (keys.astype(mx.float32) * params[0][:, :, None]).sum(-1)
+    return keys.astype(mx.float32) * params[0][:, :, None]  # the terms of the sum
 
 
 def _metal_projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:

@@ -68,6 +68,13 @@ def with_statics(state: _Record, fields: Mapping[str, Any]) -> _Record:
     return dataclasses.replace(state, **changes)  # type: ignore[type-var]
 
 
+def replaced(state: _Record, **changes: Any) -> _Record:
+    """`dataclasses.replace` for records, several times faster: it runs a few times per layer and token."""
+    changed = object.__new__(type(state))
+    vars(changed).update(vars(state), **changes)
+    return changed
+
+
 def _parts(state: Any) -> dict[Any, Any]:
     if isinstance(state, tuple):
         return dict(enumerate(state))

@@ -11,15 +11,25 @@ import mlx.core as mx
 _LOW_BITS = 0xFFFFFFFF
 _MAX_POSITION = 0x7FFFFFFF
 _PADDING_SCORE = -0x80000000
-_INFINITY = 0x7F800000  # the bits of +inf
+_INFINITY = 0x7F800000  # the bits of +inf; those that every number that is not finite has
+_MINUS_INFINITY = -0x7F800001  # -inf as _ordered has it
+_MINUS_ZERO = -1  # -0.0 likewise
 _PROTECTED = 0x7FFFFFFFFFFFFFFF
 PADDING = (_PADDING_SCORE << 32) | (_MAX_POSITION + 1)  # the rank of every padding row
 
 
 def pack_ranks(scores: mx.array, positions: mx.array) -> mx.array:
     """Ranks int64 of scores float32 (no NaN) and positions int32 of the same shape; -0.0 equals +0.0."""
-    bits = (scores + 0.0).view(mx.int32)
+    return _packed(_ordered(scores.view(mx.int32)), positions)
+
+
+def _ordered(bits: mx.array) -> mx.array:
+    """int32 in the order of the float32 numbers that have these bits; both zeros are 0."""
     ordered = mx.where(bits >= 0, bits, bits ^ _MAX_POSITION)
+    return mx.where(ordered == _MINUS_ZERO, 0, ordered)
+
+
+def _packed(ordered: mx.array, positions: mx.array) -> mx.array:
     ordered = mx.where(positions < 0, _PADDING_SCORE, ordered)
     return (ordered.astype(mx.int64) << 32) | (_MAX_POSITION - positions.astype(mx.int64))
 
@@ -39,21 +49,33 @@ def rank_scores(ranks: mx.array) -> mx.array:
 def arrival_ranks(scores: mx.array, keys: mx.array, values: mx.array, positions: mx.array, n_sink: int) -> mx.array:
     """Ranks [B,H,S] of rows as they arrive.
 
-    scores float32 [B,H,S]; keys [B,H,S,D]; values [B,H,S,D_v]; positions int32, broadcastable to [B,H,S]. A row with a
-    non-finite key, value or score competes as -inf; sinks hold +inf.
+    scores float32 [B,H,S], or their terms [B,H,S,D], which are summed here and are not finite where the key is not;
+    keys [B,H,S,D]; values [B,H,S,D_v]; positions int32, broadcastable to [B,H,S]. A row with a non-finite key, value or
+    score competes as -inf; sinks hold +inf.
     """
-    sound = mx.isfinite(scores + _zero_if_finite(keys, values))
-    scores = mx.where(sound, scores, -mx.inf)
+    # The rule in bits: what comes from one sum then needs one more kernel where isfinite and + 0.0 would need two.
+    bits = _summed_if_finite(scores, keys, values).view(mx.int32)
+    ordered = mx.where((bits & _INFINITY) == _INFINITY, _MINUS_INFINITY, _ordered(bits))
     if n_sink > 0:
-        scores = mx.where(positions < n_sink, mx.inf, scores)
-    return pack_ranks(scores, mx.broadcast_to(positions, scores.shape))
+        ordered = mx.where(positions < n_sink, _INFINITY, ordered)
+    return _packed(ordered, mx.broadcast_to(positions, ordered.shape))
+
+
+def _summed_if_finite(scores: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+    """Scores float32 [B,H,S]; not finite where a row's key or value is not. Zeros added to a sum do not change it."""
+    if scores.ndim == 3:
+        return scores + _zero_if_finite(keys, values)
+    if scores.shape != values.shape:
+        return scores.sum(-1) + (values.astype(mx.float32) * 0).sum(-1)
+    return (scores + values.astype(mx.float32) * 0).sum(-1)
 
 
 def _zero_if_finite(keys: mx.array, values: mx.array) -> mx.array:
     """0 for each row whose key and value are finite, NaN otherwise: one pass, no boolean reduction. [B,H,S]"""
+    keys, values = keys.astype(mx.float32), values.astype(mx.float32)
     if keys.shape[-1] == values.shape[-1]:
-        return (keys * 0 + values * 0).sum(-1).astype(mx.float32)
-    return (keys * 0).sum(-1).astype(mx.float32) + (values * 0).sum(-1).astype(mx.float32)
+        return (keys * 0 + values * 0).sum(-1)
+    return (keys * 0).sum(-1) + (values * 0).sum(-1)
 
 
 def competing_ranks(ranks: mx.array, offset: mx.array, recent: int) -> mx.array:

@@ -5,7 +5,6 @@ into calls, bit for bit, as long as a row's score does not depend on the split e
 order that the number of tokens in the call cannot change.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,14 +15,15 @@ from velox_fn import checks
 from velox_fn.eviction import Eviction
 from velox_fn.fused_evict import resolve_metal
 from velox_fn.landing import land, overwrite_victim, settle, tied
-from velox_fn.records import record
+from velox_fn.records import record, replaced
 from velox_fn.rows import Rows, View, arriving_positions
 from velox_fn.select import arrival_ranks
 from velox_fn.store import Store, check_block, init_store, overwrites
 
 Params = tuple[mx.array, ...]
 Score = Callable[[mx.array, mx.array, mx.array, Params], mx.array]
-"""(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S]"""
+"""(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S], or [B,H,S,D]: its terms,
+not finite where the key is not, for the engine to sum. Terms save a pass: one sum then scores and checks a row."""
 
 
 @record
@@ -49,15 +49,30 @@ def static_update(
         step = _compiled_step(score, store.n_sink, store.recent)
         k, v, ranks, offset = step(store.keys, store.values, store.ranks, store.offset, keys, values, *params)
         seen = store.seen_by_all + 1
-        store = dataclasses.replace(
-            store, keys=k, values=v, ranks=ranks, offset=offset, ordered=False, seen_by_all=seen
-        )
-        return store, (k, v)
-    positions = arriving_positions(store.offset, n_tokens, valid)
-    ranks = arrival_ranks(score(keys, values, positions, params), keys, values, positions, store.n_sink)
+        return replaced(store, keys=k, values=v, ranks=ranks, offset=offset, ordered=False, seen_by_all=seen), (k, v)
+    if valid is None and n_tokens == 1:
+        ranks = _compiled_ranks(score, store.n_sink)(store.offset, keys, values, *params)
+    else:
+        ranks = _ranks(score, store.n_sink, arriving_positions(store.offset, n_tokens, valid), keys, values, *params)
     landed, view = land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     settled = settle(landed, n_tokens)
     return settled, tied(view, settled)
+
+
+def _ranks(
+    score: Score, n_sink: int, positions: mx.array, keys: mx.array, values: mx.array, *params: mx.array
+) -> mx.array:
+    return arrival_ranks(score(keys, values, positions, params), keys, values, positions, n_sink)
+
+
+@functools.cache
+def _compiled_ranks(score: Score, n_sink: int) -> Callable[..., mx.array]:
+    """The ranks of one token as a compiled function of (offset, keys, values, *params)."""
+
+    def ranks(offset: mx.array, keys: mx.array, values: mx.array, *params: mx.array) -> mx.array:
+        return _ranks(score, n_sink, offset[:, None, None], keys, values, *params)
+
+    return mx.compile(ranks)
 
 
 @functools.cache
@@ -67,12 +82,10 @@ def _compiled_step(score: Score, n_sink: int, recent: int) -> Callable[..., tupl
     def step(
         keys: mx.array, values: mx.array, ranks: mx.array, offset: mx.array, k: mx.array, v: mx.array, *params: mx.array
     ) -> tuple[mx.array, ...]:
-        positions = offset[:, None, None]
-        arriving = arrival_ranks(score(k, v, positions, params), k, v, positions, n_sink)
-        block = Rows(keys=k, values=v, ranks=arriving)
+        block = Rows(keys=k, values=v, ranks=_ranks(score, n_sink, offset[:, None, None], k, v, *params))
         keys, values, ranks = overwrite_victim(keys, values, ranks, offset, block, recent)
         offset = offset + 1
-        keys, values = mx.depends([keys, values], [ranks, offset])
+        (values,) = mx.depends([values], [ranks, offset])  # as in landing.tied
         return keys, values, ranks, offset
 
     return mx.compile(step)
