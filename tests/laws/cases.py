@@ -36,7 +36,11 @@ ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "snapkv": (("", {"obs_window": 4, "kernel": 3}),),
     "curdkv": (("block", {}), ("token", {"granularity": "token"}), ("recent", {"recent": 4, "rank_cap": 2})),
     "keydiff": (("running", {}), ("calibrated", {"mean_keys": _FILTERS})),
-    "expected_attention": (("", {"future": 8}), ("calibrated", {"query_mean": _FILTERS, "query_cov": _COVARIANCES})),
+    "expected_attention": (
+        ("", {"future": 8}),
+        ("before RoPE", {"future": 8, "rope": _ROPE}),
+        ("calibrated", {"query_mean": _FILTERS, "query_cov": _COVARIANCES}),
+    ),
     "random": (("", {}), ("recent", {"recent": 5, "seed": 3})),
     "l2norm": (("", {}), ("recent", {"recent": 5})),
 }
