@@ -8,7 +8,7 @@ from velox_cache.adapter import EvictingKVCache
 from velox_cache.config import KVCacheConfig
 from velox_cache.layer_arguments import layer_arguments
 from velox_cache.model_shard import ModelShard, model_shard
-from velox_cache.plan import check_filter_layout, make_caches, plan_layers
+from velox_cache.plan import check_filter_layout, key_layout, make_caches, plan_layers
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_fn.eviction import Eviction
 from velox_fn.registry import method_factory
@@ -37,6 +37,12 @@ class KVCacheBuilder:
 def _layer_method(
     model: nn.Module, config: KVCacheConfig, calibration: QFiltersCalibration | None, layer: int, shard: ModelShard
 ) -> Eviction:
+    head_dim = key_layout(model, layer)[1]
+    if config.head_dim is not None and head_dim not in (None, config.head_dim):
+        raise ValueError(
+            f"head_dim={config.head_dim} does not fit this model: keys of layer {layer} have {head_dim} dimensions; "
+            "give that, or leave head_dim out"
+        )
     arguments = layer_arguments(method_factory(config.method), config.settings(), model, layer, calibration, shard)
     method = config.eviction(**arguments)
     check_filter_layout(model, layer, method)

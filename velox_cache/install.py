@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ def install(
     if not any(entry.bounded for entry in plan):  # other ranks of the pipeline have the layers that can be
         return InstallReport(method, settings, plan)
     own_budgets = None
-    if budget is not None and not isinstance(budget, int):
+    if callable(budget) or (isinstance(budget, Sequence) and not isinstance(budget, str)):
         own_budgets = layer_budgets(model, plan, shard.budgets(budget, len(plan)))
     calibration = load_qfilters(filters) if isinstance(filters, str | os.PathLike) else filters
     calibration = None if calibration is None else shard.calibration(calibration, len(plan))
@@ -110,13 +110,13 @@ def install(
             arguments = {**arguments, **layer_arguments(factory, arguments, model, entry.layer, calibration, shard)}
             methods[entry.layer] = factory(**_with_default_recent(factory, arguments))
             check_filter_layout(model, entry.layer, methods[entry.layer])
-    uninstall(model)
     any_method = next(iter(methods.values()))
     tap = QueryTap(model).install() if any_method.needs_queries and queries == "true" else None
     cache_class = EvictingKVCache if own_budgets is None else SoloKVCache
     installed = InstalledCaches(model, plan, methods, cache_class, tap)
     if tap is not None:
         _probe_queries(installed, tap)
+    uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
     model.make_cache = installed
     shown = {**any_method.settings, **({} if own_budgets is None else {"budget": list(own_budgets.values())})}
     return InstallReport(any_method.name, shown, plan)

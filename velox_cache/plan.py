@@ -51,11 +51,20 @@ def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callabl
     ]
 
 
-def check_filter_layout(model: nn.Module, layer: int, method: Eviction) -> None:
-    """ValueError when the method's calibrated arrays cannot fit the layer's heads, as far as the model tells them."""
+def key_layout(model: nn.Module, layer: int) -> tuple[int | None, int | None]:
+    """KV heads of a layer and their dimension, as far as the model tells them."""
     attention = getattr(model.layers[layer], "self_attn", None) if layer < len(model.layers) else None
     n_kv_heads = getattr(attention, "n_kv_heads", None) or getattr(attention, "num_key_value_heads", None)
     head_dim = getattr(attention, "head_dim", None)
+    projection = getattr(getattr(attention, "k_proj", None), "weight", None)
+    if head_dim is None and n_kv_heads is not None and projection is not None:
+        head_dim = projection.shape[0] // n_kv_heads
+    return n_kv_heads, head_dim
+
+
+def check_filter_layout(model: nn.Module, layer: int, method: Eviction) -> None:
+    """ValueError when the method's calibrated arrays cannot fit the layer's heads, as far as the model tells them."""
+    n_kv_heads, head_dim = key_layout(model, layer)
     for name, array in method.params.items():
         if n_kv_heads not in (None, array.shape[0]) or head_dim not in (None, array.shape[1]):
             raise ValueError(

@@ -1,0 +1,60 @@
+"""KVCacheBuilder: one cache per layer from a config, with the layer's filters."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import RotatingKVCache
+
+from velox_cache import EvictingKVCache, KVCacheBuilder, KVCacheConfig, QFiltersCalibration
+
+H, D = 2, 8
+
+
+def calibration(n_layers=2, heads=H, dim=D):
+    return QFiltersCalibration([mx.eye(max(heads, dim))[:heads, :dim]] * n_layers, model_id="tiny")
+
+
+def test_one_cache_per_layer_with_the_settings_of_the_config(tiny_model):
+    caches = KVCacheBuilder.for_model(tiny_model(), KVCacheConfig(qfilters_budget=16))
+    assert [(type(cache), cache.method.settings["budget"]) for cache in caches] == [(EvictingKVCache, 16)] * 2
+
+
+def test_caches_are_fresh_at_each_call(tiny_model):
+    # field case 30
+    model, config = tiny_model(), KVCacheConfig(qfilters_budget=16)
+    first, second = (KVCacheBuilder.for_model(model, config) for _ in range(2))
+    model(mx.array([[1, 2, 3]]), cache=first)
+    assert all(cache.empty() for cache in second)
+
+
+def test_a_calibration_reaches_the_caches_layer_by_layer(tiny_model):
+    drawn = [mx.array(np.random.default_rng(i).standard_normal((H, D)).astype(np.float32)) for i in range(2)]
+    filters = [layer / mx.linalg.norm(layer, axis=-1, keepdims=True) for layer in drawn]
+    caches = KVCacheBuilder.for_model(tiny_model(), KVCacheConfig(), QFiltersCalibration(filters, model_id="tiny"))
+    for cache, layer in zip(caches, filters, strict=True):
+        np.testing.assert_array_equal(np.array(cache.method.params["filters"]), np.array(layer))
+
+
+def test_layers_that_cannot_be_bounded_keep_their_own_caches(tiny_model):
+    caches = KVCacheBuilder.for_model(tiny_model("gemma3_text"), KVCacheConfig(qfilters_budget=16))
+    assert [type(cache) for cache in caches] == [RotatingKVCache, EvictingKVCache]
+
+
+def test_head_dim_is_checked_against_the_model(tiny_model):
+    assert KVCacheBuilder.for_model(tiny_model(), KVCacheConfig(head_dim=D))
+    with pytest.raises(ValueError, match=r"head_dim=128 does not fit.*8 dimensions"):
+        KVCacheBuilder.for_model(tiny_model(), KVCacheConfig(head_dim=128))
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        (calibration(heads=3), r"2 KV heads of dimension 8.*\(3, 8\)"),
+        (calibration(dim=4), r"2 KV heads of dimension 8.*\(2, 4\)"),
+        (calibration(n_layers=1), "no filters for layer 1"),
+    ],
+    ids=["heads", "dim", "layers"],
+)
+def test_layout_mismatch_raises_when_the_caches_are_built(tiny_model, filters, message):
+    with pytest.raises(ValueError, match=message):
+        KVCacheBuilder.for_model(tiny_model(), KVCacheConfig(), filters)

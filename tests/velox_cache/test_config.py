@@ -1,0 +1,62 @@
+"""KVCacheConfig: the seeds' names and defaults, checked at construction."""
+
+import dataclasses
+
+import pytest
+
+from velox_cache import KVCacheConfig
+from velox_fn import METHODS
+
+
+def test_defaults_are_those_of_the_seeds():
+    config = KVCacheConfig()
+    assert (config.method, config.head_dim) == ("qfilters", None)
+    assert config.settings() == {"budget": 512, "n_sink": 4, "recent": 0, "calib_tokens": 128, "sign": 1}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_can_be_configured(method):
+    assert KVCacheConfig(method=method).eviction().name == method
+
+
+def test_settings_reach_the_method():
+    config = KVCacheConfig(
+        qfilters_budget=64, qfilters_n_sink=2, qfilters_recent=8, qfilters_calib_tokens=32, qfilters_sign=-1
+    )
+    assert config.eviction().settings | {"rollback": 0} == {
+        "budget": 64,
+        "n_sink": 2,
+        "recent": 8,
+        "rollback": 0,
+        "calib_tokens": 32,
+        "sign": -1,
+    }
+
+
+def test_fields_of_other_methods_are_not_looked_at():
+    assert KVCacheConfig(method="l2norm", qfilters_budget=-1).eviction().settings["budget"] == 512
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method": "qfilter"}, "there is no method 'qfilter'"),
+        ({"qfilters_budget": 0}, "budget must be at least 1, got 0"),
+        ({"qfilters_budget": -4}, "budget must be at least 1, got -4"),
+        ({"qfilters_budget": 2.5}, "budget must be a whole number, got 2.5"),
+        ({"qfilters_n_sink": -1}, "n_sink must be at least 0"),
+        ({"qfilters_recent": -1}, "recent must be at least 0"),
+        ({"qfilters_n_sink": 100, "qfilters_recent": 412}, "must be smaller than budget"),
+        ({"qfilters_sign": 0}, "sign must be one of 1, -1"),
+        ({"qfilters_calib_tokens": 1}, "calib_tokens must be at least 2"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_at_construction(fields, message):
+    with pytest.raises(ValueError, match=message):
+        KVCacheConfig(**fields)
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        KVCacheConfig().qfilters_budget = 3

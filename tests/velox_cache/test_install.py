@@ -1,0 +1,206 @@
+"""install: fresh bounded caches wherever mlx_lm asks the model for a prompt cache."""
+
+import warnings
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from velox_cache import EvictingKVCache, QFiltersCalibration, install, save_qfilters, uninstall
+from velox_fn import kept_positions
+
+N_LAYERS, H, D = 2, 2, 8
+
+
+def calibration(n_layers=N_LAYERS, heads=H, dim=D, model_id="tiny"):
+    rng = np.random.default_rng(0)
+    drawn = rng.standard_normal((n_layers, heads, dim)).astype(np.float32)
+    return QFiltersCalibration(
+        [mx.array(layer / np.linalg.norm(layer, axis=-1, keepdims=True)) for layer in drawn], model_id
+    )
+
+
+def generated(model, prompt, n_tokens=12, **options):
+    steps = generate_step(mx.array(prompt), model, max_tokens=n_tokens, **options)
+    return [token for token, _ in steps]
+
+
+PROMPT = np.random.default_rng(3).integers(0, 97, 60).tolist()
+
+
+def test_a_prompt_cache_is_bounded_in_every_layer(tiny_model):
+    model = tiny_model()
+    install(model, "qfilters", budget=16, filters=calibration())
+    caches = make_prompt_cache(model)
+    n_generated = len(generated(model, PROMPT, prompt_cache=caches))
+    assert [(type(cache), cache.size()) for cache in caches] == [(EvictingKVCache, 16)] * N_LAYERS
+    assert {cache.offset for cache in caches} <= {60 + n_generated - 1, 60 + n_generated}  # a step may run ahead
+
+
+@pytest.mark.parametrize("prefill_step_size", [2048, 64], ids=["at once", "chunked"])
+def test_offset_is_320_after_200_tokens_of_prefill_and_120_of_decode(tiny_model, prefill_step_size):
+    model = tiny_model()
+    install(model, "qfilters", budget=64, filters=calibration())
+    caches = make_prompt_cache(model)
+    for start in range(0, 200, prefill_step_size):
+        model(mx.array([(PROMPT * 4)[start : min(start + prefill_step_size, 200)]]), cache=caches)
+    for token in PROMPT * 2:
+        model(mx.array([[token]]), cache=caches)
+    assert {(cache.offset, cache.size()) for cache in caches} == {(320, 64)}
+
+
+def test_layers_get_their_own_filters(tiny_model):
+    model = tiny_model()
+    filters = calibration()
+    install(model, "qfilters", budget=16, filters=filters)
+    for cache, own in zip(model.make_cache(), filters.filters, strict=True):
+        np.testing.assert_array_equal(np.array(cache.method.params["filters"]), np.array(own))
+
+
+def test_filters_can_be_given_by_the_path_of_their_file(tiny_model, tmp_path):
+    save_qfilters(calibration(), tmp_path / "filters.npz")
+    model = tiny_model()
+    install(model, "qfilters", budget=16, filters=tmp_path / "filters.npz")
+    assert "filters" in model.make_cache()[0].method.params
+
+
+def test_each_prompt_gets_fresh_caches(tiny_model):
+    # field cases 23, 30
+    model = tiny_model()
+    install(model, "qfilters", budget=16, filters=calibration())
+    first = generated(model, PROMPT)
+    generated(model, PROMPT[::-1] * 2)
+    assert generated(model, PROMPT) == first
+
+
+def test_a_budget_as_long_as_the_text_changes_nothing(tiny_model):
+    model = tiny_model()
+    plain = generated(model, PROMPT)
+    install(model, "qfilters", budget=80, filters=calibration())
+    assert generated(model, PROMPT) == plain
+
+
+def test_only_full_attention_layers_are_bounded_and_the_report_says_so(tiny_model):
+    # field case 11
+    model = tiny_model("gemma3_text", num_hidden_layers=4)
+    report = install(model, "qfilters", budget=16, calib_tokens=4)
+    caches = model.make_cache()
+    assert [type(cache) for cache in caches] == [RotatingKVCache, EvictingKVCache] * 2
+    assert [entry.bounded for entry in report.layers] == [False, True] * 2
+    assert "bounds 2 of 4 layers" in str(report)
+    assert "not bounded, layers 0, 2: " in str(report)
+
+
+def test_the_report_says_things_once_and_not_per_layer(tiny_model):
+    # field case 29
+    model = tiny_model("gemma3_text", num_hidden_layers=8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = install(model, "qfilters", budget=16, calib_tokens=4)
+        generated(model, PROMPT)
+    assert not [warning for warning in caught if "velox" in str(warning.filename)]
+    assert len(str(report).splitlines()) == 2
+
+
+def test_uninstall_gives_the_model_its_own_caches_back(tiny_model):
+    model = tiny_model()
+    plain = generated(model, PROMPT)
+    install(model, "qfilters", budget=16, filters=calibration())
+    uninstall(model)
+    assert [type(cache) for cache in make_prompt_cache(model)] == [KVCache] * N_LAYERS
+    assert generated(model, PROMPT) == plain
+
+
+def test_uninstall_twice_or_of_nothing_is_harmless(tiny_model):
+    model = tiny_model()
+    uninstall(model)
+    install(model, "qfilters", budget=16)
+    uninstall(model)
+    uninstall(model)
+
+
+def test_a_second_install_replaces_the_first(tiny_model):
+    model = tiny_model()
+    install(model, "qfilters", budget=16)
+    install(model, "qfilters", budget=24)
+    assert model.make_cache()[0].method.settings["budget"] == 24
+    uninstall(model)
+    assert type(make_prompt_cache(model)[0]) is KVCache
+
+
+def test_a_refused_install_leaves_the_first_in_place(tiny_model):
+    model = tiny_model()
+    install(model, "qfilters", budget=16)
+    with pytest.raises(ValueError, match="budget"):
+        install(model, "qfilters", budget=0)
+    assert model.make_cache()[0].method.settings["budget"] == 16
+
+
+def test_an_install_refused_for_its_queries_leaves_the_first_in_place(tiny_model):
+    model = tiny_model("gemma2")
+    install(model, "qfilters", budget=16)
+    with pytest.raises(ValueError, match="queries"):
+        install(model, "h2o", budget=32)
+    assert model.make_cache()[0].method.settings["budget"] == 16
+
+
+def test_a_second_install_with_true_queries_still_sees_them(tiny_model):
+    model = tiny_model()
+    install(model, "h2o", budget=24)
+    install(model, "h2o", budget=32)
+    assert len(generated(model, PROMPT)) == 12
+    uninstall(model)
+    assert len(generated(model, PROMPT)) == 12
+
+
+def test_recent_is_a_quarter_of_the_budget_unless_told_otherwise(tiny_model):
+    model = tiny_model()
+    assert install(model, "qfilters", budget=64).settings["recent"] == 16
+    assert install(model, "qfilters", budget=64, recent=0).settings["recent"] == 0
+    assert install(model, "qfilters", budget=5, n_sink=4).settings["recent"] == 0
+
+
+def test_recent_tokens_survive_generation(tiny_model):
+    model = tiny_model()
+    install(model, "qfilters", budget=16, recent=4, filters=calibration())
+    caches = make_prompt_cache(model)
+    generated(model, PROMPT, prompt_cache=caches)
+    for cache in caches:
+        newest = np.arange(cache.offset - 4, cache.offset)
+        assert (np.array(kept_positions(cache.record))[0, :, -4:] == newest).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "qfilter"}, "there is no method 'qfilter'; the methods are qfilters"),
+        ({"bugdet": 16}, "qfilters has no setting 'bugdet'; its settings are budget"),
+        ({"layer": 3}, "has no setting 'layer'"),
+        ({"budget": 0}, "budget must be at least 1"),
+        ({"budget": "64"}, "budget"),
+        ({"budget": 16.0}, "budget"),
+        ({"budget": 16, "recent": 16}, "must be smaller than budget"),
+        ({"budget": 16, "recent": -1}, "recent must be at least 0"),
+        ({"budget": 16, "sign": 0}, "sign must be one of 1, -1"),
+        ({"queries": "real"}, "queries must be one of 'true', 'proxy', got 'real'"),
+        ({"filters": calibration(heads=3)}, r"layer 0 has 2 KV heads of dimension 8.*\(3, 8\)"),
+        ({"filters": calibration(dim=16)}, r"layer 0 has 2 KV heads of dimension 8.*\(2, 16\)"),
+        ({"filters": calibration(n_layers=1)}, r"no filters for layer 1 \(it covers 1 layers\)"),
+        ({"method": "l2norm", "filters": calibration()}, "uses no calibration"),
+        ({"method": "h2o", "rollback": 4}, "rollback=4 cannot work with h2o"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(tiny_model, arguments, message):
+    model = tiny_model()
+    with pytest.raises(ValueError, match=message):
+        install(model, **arguments)
+    assert type(make_prompt_cache(model)[0]) is KVCache
+
+
+def test_a_model_without_full_attention_is_refused_with_the_reason(tiny_model):
+    model = tiny_model("gemma3_text", num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"no layer of this model can be bounded.*sliding window"):
+        install(model, "qfilters", budget=16)
