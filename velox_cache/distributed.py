@@ -5,6 +5,7 @@ collective: all ranks of the group call it, in the same order. A rank that dies 
 """
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -37,6 +38,11 @@ def summed(array: mx.array, group: Group) -> mx.array:
 def as_rank_0_has_it(array: mx.array, group: Group) -> mx.array:
     """Rank 0's array, bit for bit; the others give one of its shape and dtype, whatever it holds."""
     return summed(array if group.rank() == 0 else mx.zeros_like(array, stream=mx.cpu), group)
+
+
+def agreed_seed(group: Group) -> int:
+    """A random seed, the same on all ranks."""
+    return int(np.array(as_rank_0_has_it(mx.array([secrets.randbits(31)], mx.int32), group))[0])
 
 
 def texts_of_all(text: str, group: Group) -> list[str]:

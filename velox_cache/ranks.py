@@ -9,3 +9,9 @@ def launched_rank() -> int | None:
     """The rank of this process, or None when no launcher started it."""
     given = next((os.environ[name] for name in _SET_BY_LAUNCHERS if name in os.environ), None)
     return int(given) if given is not None and given.isdecimal() else None
+
+
+def refuse_stdin(option: str) -> None:
+    """ValueError under a launcher, which passes stdin on to its processes but never its end: they would wait for it."""
+    if launched_rank() is not None:
+        raise ValueError(f"{option} reads stdin, which never ends under mlx.launch; give the text itself, or a file")

@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from .tokenizer_utils import TokenizerWrapper
@@ -14,6 +15,11 @@ def load(
     *,
     revision: str | None = ...,
     trust_remote_code: bool = ...,
+) -> tuple[nn.Module, TokenizerWrapper]: ...
+def sharded_load(
+    repo: str,
+    pipeline_group: mx.distributed.Group | None = ...,
+    tensor_group: mx.distributed.Group | None = ...,
 ) -> tuple[nn.Module, TokenizerWrapper]: ...
 def load_config(model_path: Path) -> dict[str, Any]: ...
 def load_model(

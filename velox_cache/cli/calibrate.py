@@ -1,17 +1,27 @@
 """Make the Q-Filters of a model: run text through it, gather its queries, keep one direction per KV head and layer.
 
 A few thousand tokens of any text near to what the model will read are enough. Filters belong to one model.
+
+Under mlx.launch the ranks share out the text, each with the whole model; with --shard they share out the model.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from velox_cache.cli.model_argument import add_model_argument, add_model_id_argument, load_model, model_id
+from velox_cache.cli.model_argument import (
+    add_model_argument,
+    add_model_id_argument,
+    add_shard_argument,
+    load_model,
+    model_id,
+)
+from velox_cache.ranks import launched_rank, refuse_stdin
 
 EXAMPLES = """examples:
   velox calibrate smollm2-135m -o filters.npz
-  velox calibrate MODEL -o filters.npz --text novel.txt manual.txt --max-tokens 40000"""
+  velox calibrate MODEL -o filters.npz --text novel.txt manual.txt --max-tokens 40000
+  mlx.launch --hostfile hosts.json -- velox calibrate MODEL -o filters.npz"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="texts are cut into sequences of N tokens (default: 2048)",
     )
     add_model_id_argument(parser)
+    add_shard_argument(parser, None, "the whole model, and a part of the text")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,10 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     from velox_cache import calibrate, save_qfilters
     from velox_cache.cli.inspect import describe
+    from velox_cache.distributed import world
     from velox_cache.embedded_text import SOURCE, calibration_texts
 
     texts = [_read(name) for name in arguments.text] if arguments.text else calibration_texts()
-    model, tokenizer = load_model(arguments.model)
+    model, tokenizer = load_model(arguments.model, arguments.shard)
     calibration = calibrate(
         model,
         tokenizer,
@@ -58,14 +70,17 @@ def run(arguments: argparse.Namespace) -> int:
         model_id=arguments.model_id or model_id(arguments.model),
         dataset=", ".join(arguments.text) if arguments.text else SOURCE,
         progress=sys.stderr.isatty(),
+        group=world(),
     )
-    save_qfilters(calibration, output)
+    if not launched_rank():
+        save_qfilters(calibration, output)
     print(f"{output}: {describe(calibration)}")
     return 0
 
 
 def _read(name: str) -> str:
     if name == "-":
+        refuse_stdin("--text -")
         return sys.stdin.read()
     try:
         return Path(name).read_text(encoding="utf-8")

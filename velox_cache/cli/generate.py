@@ -1,6 +1,7 @@
 """Generate text inside a bounded cache.
 
-The text goes to stdout as it comes; one line about the cache follows on stderr.
+The text goes to stdout as it comes; one line about the cache follows on stderr. Under mlx.launch the ranks hold the
+model together, and each the cache of its own part.
 """
 
 import argparse
@@ -8,7 +9,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from velox_cache.cli.method_arguments import METHOD_EXAMPLES, add_method_arguments, install_method
-from velox_cache.cli.model_argument import add_model_argument, add_model_id_argument, load_model, model_id
+from velox_cache.cli.model_argument import (
+    add_model_argument,
+    add_model_id_argument,
+    add_shard_argument,
+    load_model,
+    model_id,
+)
+from velox_cache.ranks import refuse_stdin
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -41,11 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_method_arguments(parser)
     add_model_id_argument(parser)
+    add_shard_argument(parser, "heads", "heads")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, install, generate, account."""
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = _from_stdin() if arguments.prompt == "-" else arguments.prompt
     if not prompt.strip():
         raise ValueError("the prompt is empty; give --prompt TEXT, or --prompt - and text on stdin")
     if arguments.max_tokens < 1:
@@ -57,14 +66,18 @@ def run(arguments: argparse.Namespace) -> int:
     from mlx_lm.sample_utils import make_sampler
 
     from velox_cache.cli.progress import prefill_progress
+    from velox_cache.distributed import agreed_seed, world
     from velox_cache.evaluation.memory import cache_usage
 
-    model, tokenizer = load_model(arguments.model)
+    model, tokenizer = load_model(arguments.model, arguments.shard)
+    group = world()
     report = install_method(model, arguments, arguments.model_id or model_id(arguments.model))
     if report is not None and not all(entry.bounded for entry in report.layers):
         print(report, file=sys.stderr)
     if arguments.seed is not None:
         mx.random.seed(arguments.seed)
+    elif group is not None:
+        mx.random.seed(agreed_seed(group))  # each rank samples for itself
     caches = make_prompt_cache(model)
     with prefill_progress() as on_prefill:
         for response in stream_generate(
@@ -78,8 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
         ):
             print(response.text, end="", flush=True)
     print()
-    print(usage_line(cache_usage(caches), response.generation_tps), file=sys.stderr)
+    part = "" if group is None else f"rank 0 of {group.size()}: "
+    print(part + usage_line(cache_usage(caches), response.generation_tps), file=sys.stderr)
     return 0
+
+
+def _from_stdin() -> str:
+    refuse_stdin("--prompt -")
+    return sys.stdin.read()
 
 
 def prompt_tokens(tokenizer: "TokenizerWrapper", prompt: str, chat: bool | None) -> list[int]:

@@ -3,6 +3,8 @@
 A subcommand is a module of this package, named as in COMMANDS with `_` for `-`. Its docstring is the text of its help.
 It has `add_arguments(parser)` and `run(arguments)`, which returns the exit status, and may have EXAMPLES, shown below
 the options. Only the chosen one is imported, and it imports mlx inside `run` only, so that help comes at once.
+
+Under mlx.launch every rank runs the command and rank 0 alone prints, except for errors, which each rank tells.
 """
 
 import argparse
@@ -10,7 +12,12 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from types import MappingProxyType
+from typing import TextIO
+
+from velox_cache.ranks import launched_rank
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -40,6 +47,14 @@ REFUSED = 2  # argparse's own status for arguments that cannot be used
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. Errors that a user can act on are one line on stderr and status 2."""
     given = sys.argv[1:] if argv is None else list(argv)
+    rank = launched_rank() or 0
+    if rank == 0:
+        return _run(given, "", sys.stderr)
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        return _run(given, f" (rank {rank})", sys.__stderr__ or nowhere)
+
+
+def _run(given: Sequence[str], rank: str, errors: TextIO) -> int:
     parser = argument_parser(next((word for word in given if word in COMMANDS), None))
     arguments = parser.parse_args(given)
     if arguments.command is None:
@@ -54,10 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.traceback:
             raise
-        print(f"velox {arguments.command}: {_one_line(error)}", file=sys.stderr)
+        print(f"velox {arguments.command}{rank}: {_one_line(error)}", file=errors)
         return REFUSED
     except KeyboardInterrupt:
-        print(f"velox {arguments.command}: interrupted", file=sys.stderr)
+        print(f"velox {arguments.command}{rank}: interrupted", file=errors)
         return 130
     return status
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -26,6 +27,17 @@ def add_model_id_argument(parser: argparse.ArgumentParser) -> None:
         "--model-id",
         metavar="ID",
         help="the name under which a file of filters knows MODEL (default: MODEL's own name, without its folder)",
+    )
+
+
+def add_shard_argument(parser: argparse.ArgumentParser, default: str | None, otherwise: str) -> None:
+    """--shard. `otherwise` says what happens without it."""
+    parser.add_argument(
+        "--shard",
+        choices=("heads", "layers"),
+        default=default,
+        help="under mlx.launch: what of the model each rank holds, a part of every layer's heads (tensor parallel) or "
+        f"some of the layers (pipeline parallel) (default: {otherwise})",
     )
 
 
@@ -59,17 +71,29 @@ def model_folder(model: str) -> Path | None:
     return None
 
 
-def load_model(model: str) -> "tuple[nn.Module, TokenizerWrapper]":
-    """Load MODEL with mlx_lm. Raises as `model_folder` does, and ValueError when the hub cannot give it."""
-    import mlx_lm
+def load_model(model: str, shard: str | None = None) -> "tuple[nn.Module, TokenizerWrapper]":
+    """Load MODEL with mlx_lm; of several ranks each its part, "heads" or "layers", where `shard` says so.
 
+    Raises as `model_folder` does, and ValueError when the hub cannot give it or it cannot be sharded that way.
+    """
+    from velox_cache.distributed import world
+
+    group = None if shard is None else world()
     # It warns of texts longer than the model's context; ours go in in pieces.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     folder = model_folder(model)
     if folder is not None:
-        return mlx_lm.load(str(folder))
+        return _loaded(str(folder), shard, group)
     try:
-        return mlx_lm.load(model)
+        return _loaded(model, shard, group)
     except (OSError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{model!r} is no folder here, and the Hugging Face hub did not give it: {reason}") from error
+
+
+def _loaded(name: str, shard: str | None, group: "mx.distributed.Group | None") -> "tuple[nn.Module, TokenizerWrapper]":
+    from mlx_lm.utils import load, sharded_load
+
+    if group is None:
+        return load(name)
+    return sharded_load(name, group if shard == "layers" else None, group if shard == "heads" else None)
