@@ -53,7 +53,7 @@ class Sequences:
         lengths = self.lengths
         if lengths is not None:
             lengths = tuple(left - count for left, count in zip(lengths, real, strict=True))
-        after = replace(self, record=record, offsets=offsets, lengths=lengths)
+        after = Sequences(record, offsets, self.batched, lengths)
         return after if lengths is None else _known_offsets(after)
 
     def with_store(self, store: Store) -> "Sequences":
