@@ -171,7 +171,7 @@ def test_a_repository_is_left_to_mlx_lm():
 
 
 def test_calibrate_then_inspect(tiny_model, tokenizer, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(calibrate_command, "load_model", lambda model: (tiny_model(), tokenizer))
+    monkeypatch.setattr(calibrate_command, "load_model", lambda model, shard: (tiny_model(), tokenizer))
     text, filters = tmp_path / "text.txt", tmp_path / "filters.npz"
     text.write_text("All work and no play makes a dull text. " * 20)
     words = ["calibrate", "owner/tiny", "-o", str(filters), "--text", str(text), "--max-tokens", "300"]
