@@ -1,7 +1,7 @@
 """Run mlx_lm's OpenAI-compatible server with bounded caches.
 
 It is mlx_lm's own server: batched and sequential requests, streaming, chat templates, prompt-cache reuse. Its own
-options come after `--`."""
+options come last, after --server-options."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -16,18 +16,22 @@ EXAMPLES = f"""{METHOD_EXAMPLES}
 
 examples:
   velox serve smollm2-135m --budget 512 --filters filters.npz
-  velox serve mlx-community/Qwen3-4B-4bit --budget 2048 --port 8000 -- --temp 0.7 --prompt-cache-bytes 4GB
-
-Everything after `--` goes to mlx_lm.server; `mlx_lm.server --help` lists it."""
+  velox serve mlx-community/Qwen3-4B-4bit --budget 2048 --port 8000 --server-options --temp 0.7"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, the cache's options, --host, --port, and mlx_lm.server's options after `--`."""
+    """MODEL, the cache's options, --host, --port, and mlx_lm.server's options."""
     add_model_argument(parser)
     add_method_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8080, help="port to listen on (default: 8080)")
-    parser.add_argument("server_options", nargs="*", metavar="-- OPTIONS", help="options of mlx_lm.server")
+    parser.add_argument(
+        "--server-options",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="...",
+        help="all that follows goes to mlx_lm.server: --temp 0.7 --prompt-cache-bytes 4GB; see mlx_lm.server --help",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

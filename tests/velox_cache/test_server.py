@@ -1,0 +1,291 @@
+"""`velox serve`: mlx_lm's own server with evicting caches, over real HTTP on loopback."""
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import openai
+import pytest
+from mlx_lm.generate import generate_step
+from tiny_folder import write_tiny_folder
+
+import velox_cache as vc
+from velox_cache.embedded_text import held_out_text
+from velox_cache.models import default_cache_dir
+from velox_cache.serve import PromptPrefixes
+
+BUDGET = 40
+CACHE = ["--budget", str(BUDGET), "--set", "calib_tokens=16"]
+N_TOKENS = 12
+
+
+class Server:
+    """A running server and a client for it."""
+
+    def __init__(self, port: int, log: Path) -> None:
+        self.log = log
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def complete(self, prompt: str, n_tokens: int = N_TOKENS, **options: Any) -> Any:
+        """Greedy continuation."""
+        return self.client.completions.create(
+            model="default_model", prompt=prompt, max_tokens=n_tokens, temperature=0, **options
+        )
+
+    def text(self, prompt: str, **options: Any) -> str:
+        return self.complete(prompt, **options).choices[0].text
+
+
+@contextmanager
+def running(model: Path, log: Path, *options: str) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with log.open("w") as output:
+        command = [sys.executable, "-m", "velox_cache", "serve", str(model), "--port", str(port), *options]
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 120
+        while not answers(port):
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield Server(port, log)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(folder, tmp_path_factory.mktemp("log") / "log.txt", *CACHE) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def sequential(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that serves one request at a time, as mlx_lm's does when kv_bits are given."""
+    with running(
+        folder, tmp_path_factory.mktemp("log") / "log.txt", *CACHE, "--server-options", "--kv-bits", "8"
+    ) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def computed_alone(folder: Path) -> Callable[[str], str]:
+    """The same continuation through mlx_lm.generate_step in this process."""
+    model, tokenizer = mlx_lm.load(str(folder))
+    vc.install(model, budget=BUDGET, calib_tokens=16)
+
+    def compute(prompt: str) -> str:
+        steps = generate_step(mx.array(tokenizer.encode(prompt)), model, max_tokens=N_TOKENS)
+        ids = [int(token) for token, _ in steps]
+        return str(tokenizer.decode(ids[: ids.index(256)] if 256 in ids else ids))
+
+    return compute
+
+
+def words(n_characters: int, seed: int) -> str:
+    letters = np.random.default_rng(seed).integers(ord("a"), ord("z") + 1, n_characters)
+    return "".join(map(chr, letters))
+
+
+def test_answer_is_what_the_model_gives_in_this_process(server: Server, computed_alone: Callable[[str], str]) -> None:
+    prompt = words(100, 1)
+    assert server.text(prompt) == computed_alone(prompt)
+
+
+def test_eviction_changes_the_answer(folder: Path, computed_alone: Callable[[str], str]) -> None:
+    model, tokenizer = mlx_lm.load(str(folder))
+    ids = tokenizer.encode(words(100, 1))
+    unbounded = [int(token) for token, _ in generate_step(mx.array(ids), model, max_tokens=N_TOKENS)]
+    assert tokenizer.decode(unbounded) != computed_alone(words(100, 1))
+
+
+def test_eight_at_once_get_what_each_gets_alone(server: Server, computed_alone: Callable[[str], str]) -> None:
+    prompts = [words(length, 10 + length) for length in (5, 170, 60, 33, 90, 8, 120, 45)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(server.text, prompts))
+    assert together == [computed_alone(prompt) for prompt in prompts]
+
+
+def test_sequential_server_answers_alike(sequential: Server, computed_alone: Callable[[str], str]) -> None:
+    prompts = [words(length, 20 + length) for length in (70, 9, 130)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(sequential.text, prompts)) == [computed_alone(prompt) for prompt in prompts]
+
+
+def test_sequential_server_warns_of_kv_bits_once(sequential: Server) -> None:
+    sequential.text(words(70, 2))
+    assert sequential.log.read_text().count("kv_bits has no effect") == 1
+
+
+@pytest.mark.parametrize("kind", ["server", "sequential"])
+def test_streamed_text_is_the_whole_text(kind: str, request: pytest.FixtureRequest) -> None:
+    server = request.getfixturevalue(kind)
+    prompt = words(80, 3)
+    streamed = "".join(part.choices[0].text for part in server.complete(prompt, stream=True) if part.choices)
+    assert streamed == server.text(prompt)
+
+
+@pytest.mark.parametrize("kind", ["server", "sequential"])
+def test_same_prompt_again_reuses_its_cache_and_answers_alike(kind: str, request: pytest.FixtureRequest) -> None:
+    server = request.getfixturevalue(kind)
+    prompt = words(90, 4 if kind == "server" else 5)
+    first, second = server.complete(prompt), server.complete(prompt)
+    assert second.choices[0].text == first.choices[0].text
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached == (
+        89 if kind == "server" else 0
+    )  # one at a time, only what was answered is stored: too long to trim
+
+
+@pytest.mark.parametrize("kind", ["server", "sequential"])
+def test_shorter_prompt_after_eviction_is_recomputed_rightly(
+    kind: str, request: pytest.FixtureRequest, computed_alone: Callable[[str], str]
+) -> None:
+    server = request.getfixturevalue(kind)
+    prompt = words(120, 6)
+    server.text(prompt)
+    assert server.text(prompt[:100]) == computed_alone(prompt[:100])
+
+
+@pytest.mark.parametrize("kind", ["server", "sequential"])
+def test_shorter_prompt_before_eviction_takes_back_tokens_rightly(
+    kind: str, request: pytest.FixtureRequest, computed_alone: Callable[[str], str]
+) -> None:
+    server = request.getfixturevalue(kind)
+    prompt = words(25, 7)
+    server.text(prompt)
+    reply = server.complete(prompt[:20])
+    assert reply.usage.prompt_tokens_details.cached_tokens == 19
+    assert reply.choices[0].text == computed_alone(prompt[:20])
+
+
+@pytest.mark.parametrize("kind", ["server", "sequential"])
+def test_prompt_that_is_wholly_cached_is_answered(
+    kind: str, request: pytest.FixtureRequest, computed_alone: Callable[[str], str]
+) -> None:
+    server = request.getfixturevalue(kind)
+    prompt = words(90, 8)
+    server.text(prompt)
+    assert server.text(prompt[:-1]) == computed_alone(prompt[:-1])  # its cache, to the last token, is known
+
+
+def test_two_conversations_do_not_see_each_other(server: Server) -> None:
+    def talk(secret: str) -> list[str]:
+        messages: list[Any] = [{"role": "system", "content": "You are terse."}]
+        said = []
+        for turn in range(3):
+            messages.append({"role": "user", "content": f"{secret} {turn}"})
+            reply = server.client.chat.completions.create(
+                model="default_model", messages=messages, max_tokens=8, temperature=0
+            )
+            said.append(reply.choices[0].message.content or "")
+            messages.append({"role": "assistant", "content": said[-1]})
+        return said
+
+    secrets = [words(30, 100 + i) for i in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(talk, secrets))
+    assert together == [talk(secret) for secret in secrets]
+
+
+def test_log_says_what_was_installed(server: Server) -> None:
+    assert f"qfilters (budget={BUDGET}" in server.log.read_text()
+
+
+def test_byte_limit_of_the_prompt_cache_holds(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "log.txt", *CACHE, "--server-options", "--prompt-cache-bytes", "0.06M") as server:
+        for seed in range(8):
+            server.text(words(80, 200 + seed))
+        stored = [line for line in server.log.read_text().splitlines() if "Prompt Cache:" in line][-1]
+        assert "0.00 GB" in stored
+        assert 0 < int(stored.split("Prompt Cache: ")[1].split(" ")[0]) <= 5  # 12 KB each
+
+
+def test_settings_that_cannot_work_end_the_server_with_one_line(folder: Path) -> None:
+    command = [sys.executable, "-m", "velox_cache", "serve", str(folder), "--port", "0", "--budget", "4"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert "velox serve: n_sink" in ran.stderr
+
+
+def test_draft_model_is_refused_with_the_way_to_do_it(folder: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "velox_cache",
+        "serve",
+        str(folder),
+        *CACHE,
+        "--server-options",
+        "--draft-model",
+        str(folder),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert "rollback" in ran.stderr
+
+
+def test_wholly_known_prompt_leaves_a_token_to_run() -> None:
+    model = mlx_lm  # any key will do
+    for evicted in (True, False):
+        cache = vc.EvictingKVCache(
+            vc.KVCacheConfig(method="qfilters", qfilters_budget=8, qfilters_calib_tokens=2).eviction()
+        )
+        shorter = vc.EvictingKVCache(cache.method)
+        block = mx.random.normal((1, 1, 20 if evicted else 6, 4))
+        cache.update_and_fetch(block, block)
+        shorter.update_and_fetch(block[:, :, :-3], block[:, :, :-3])
+        tokens = list(range(block.shape[2]))
+        store = PromptPrefixes()
+        store.insert_cache(model, tokens[:-3], [shorter])
+        store.insert_cache(model, tokens, [cache])
+        found, rest = store.fetch_nearest_cache(model, tokens)
+        assert found is not None
+        assert rest == tokens[-3:] if evicted else tokens[-1:]
+        assert found[0].offset == len(tokens) - len(rest)
+
+
+def test_wholly_known_prompt_without_a_known_prefix_starts_anew() -> None:
+    cache = vc.EvictingKVCache(vc.KVCacheConfig(qfilters_budget=8, qfilters_calib_tokens=2).eviction())
+    cache.update_and_fetch(mx.ones((1, 1, 20, 4)), mx.ones((1, 1, 20, 4)))
+    store = PromptPrefixes()
+    store.insert_cache("model", list(range(20)), [cache])
+    assert store.fetch_nearest_cache("model", list(range(20))) == (None, list(range(20)))
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(900)
+def test_eight_smollm2_requests_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
+    model = default_cache_dir() / "smollm2-135m-float32"
+    words_of = held_out_text().split()
+    prompts = [" ".join(words_of[start : start + 20 + 45 * start]) for start in range(8)]
+    with running(model, tmp_path / "log.txt", "--budget", "256") as server, ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(server.text, prompts))
+    with running(model, tmp_path / "log.txt", "--budget", "256") as server:
+        assert together == [server.text(prompt) for prompt in prompts]
