@@ -62,8 +62,12 @@ def test_a_context_that_leaves_nothing_to_read_is_refused(n_context):
         read_arms(NextIsPlusOne(97, 0.5), TOKENS, [], n_context=n_context)
 
 
+def test_a_share_is_of_the_budget():
+    assert parse_arm("qfilters:recent=3/4", 128).settings["recent"] == 96
+
+
 def test_an_arm_is_named_by_method_and_settings():
-    arm = parse_arm("qfilters:recent=0:filters=none:use_metal_kernels=false", 128)
+    arm = parse_arm("qfilters:recent=0:calibrated=false:use_metal_kernels=false", 128)
     assert (arm.method, arm.calibrated) == ("qfilters", False)
     assert dict(arm.settings) == {"budget": 128, "recent": 0, "use_metal_kernels": False}
 

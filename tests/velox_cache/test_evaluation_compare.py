@@ -74,6 +74,15 @@ def test_numbers_of_other_conditions_are_not_reused(tmp_path, change):
     assert len(counted.ran) == 2
 
 
+def test_changed_defaults_of_a_method_are_other_conditions(tmp_path, tiny_model):
+    model, counted = tiny_model(), Counted()
+    full = Contender(FULL, cache_maker(model, FULL))
+    explicit = Arm("a", "l2norm", {"budget": 8, "recent": 1})
+    for arm in (A, explicit):  # A leaves recent to install's default, which is 2 here
+        compare([counted.measurement], [full, Contender(arm, cache_maker(model, arm))], Cells(tmp_path, {}))
+    assert len(counted.ran) == 2
+
+
 def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path):
     counted, after = Counted(), Counted()
 

@@ -110,7 +110,7 @@ def test_the_second_hop_needs_the_first():
 
 def test_passages_stand_at_their_depths():
     filler = "One. Two. Three. Four."
-    assert inserted(filler, ["A", "B", "C"], [0, 0.5, 1]).split() == "A One. Two. B Three. Four. C".split()
+    assert inserted(filler, ["A", "B", "C"], [0, 0.5, 1]).split() == ["A", "One.", "Two.", "B", "Three.", "Four.", "C"]
 
 
 PROMPT = TaskPrompt("text", "", ("apple", "pear"), (), 0.0)

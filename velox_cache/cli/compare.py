@@ -1,6 +1,7 @@
 """Compare eviction methods on a model of your own: perplexity, fidelity, tasks, attention, and what each keeps.
 
-Results land in the output folder cell by cell. An interrupted run goes on where it stopped, and a later one with more
+The full cache runs first; on tasks that it cannot do itself, the methods do not run. Results land in the output folder
+cell by cell. An interrupted run goes on where it stopped, and a later one with more
 methods, budgets, texts or tasks measures only what is new. Beside the cells, the folder gets results.json, results.csv,
 results.md and figures.
 """
@@ -16,15 +17,15 @@ from velox_cache.cli.model_argument import add_model_argument, load_model, model
 if TYPE_CHECKING:
     from velox_cache.evaluation.arms import Arm
 
-DEFAULT_METHODS = "qfilters,qfilters:filters=none,streaming_llm,l2norm,keydiff,h2o,snapkv,random"
+DEFAULT_METHODS = "qfilters,qfilters:calibrated=false,streaming_llm,l2norm,keydiff,h2o,snapkv,random"
 EXAMPLES = """examples:
   velox compare smollm2-135m --methods qfilters,streaming_llm,h2o --budgets 128,256
   velox compare MODEL --filters filters.npz --methods qfilters:recent=0,qfilters --budgets 512 --texts novel.txt
   velox compare MODEL --tasks none --texts documentation,licence
   velox compare MODEL --texts none --tasks needle,two_hop --seeds 20
 
-A method is named as in `velox methods`, with settings after colons, such as qfilters:recent=0; `filters=none` leaves
-calibrated filters out. Texts are documentation, licence, code, or UTF-8 files."""
+A method is named as in `velox methods`, with settings after colons, such as qfilters:recent=1/4 (a share of the
+budget); `calibrated=false` leaves the calibration out. Texts are documentation, licence, code, or UTF-8 files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--passages", type=int, default=2, metavar="N", help="passages of each text (default: 2)")
     parser.add_argument("--filler", type=int, default=1024, metavar="N", help="tokens of a task's text (default: 1024)")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="prompts of each task (default: 5)")
+    parser.add_argument(
+        "--all-tasks", action="store_true", help="run all methods on tasks that the full cache cannot do, too"
+    )
+    parser.add_argument("--no-heads", action="store_true", help="leave attention, anisotropy and kept positions out")
     parser.add_argument("--filters", metavar="FILE", help="filters of `velox calibrate` (default: calibrate now)")
     parser.add_argument("--calibration-tokens", type=int, default=3072, metavar="N", help="for that (default: 3072)")
     parser.add_argument("--out", metavar="FOLDER", help="where results go (default: compare-MODEL)")
@@ -73,24 +78,31 @@ def run(arguments: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     calibration, digest = _calibration(arguments, model, tokenizer, name, folder)
     contenders = [Contender(arm, cache_maker(model, arm, calibration)) for arm in (FULL, *arms)]
-    wanted = measurements.reading(model, tokenizer, work) + measurements.tasks(model, tokenizer, work)
-    if work.texts:
+    wanted = measurements.reading(model, tokenizer, work)
+    if work.texts and not arguments.no_heads:
         wanted = measurements.heads(model, tokenizer, calibration, work, min(budgets)) + wanted
     cells = Cells(folder / "cells", {"model": name, "filters": digest, "version": report.environment()["versions"]})
+    asked = measurements.tasks(model, tokenizer, work)
     with progress_bar() as bar:
-        task = bar.add_task("", total=sum(one.n_tokens for one in wanted))
-        rows = compare(
-            wanted, contenders, cells, lambda what, n_tokens: bar.update(task, description=what, advance=n_tokens)
-        )
+        task = bar.add_task("", total=sum(one.n_tokens for one in wanted) + 2 * sum(one.n_tokens for one in asked))
+
+        def advance(what: str, n_tokens: int) -> None:
+            bar.update(task, description=what, advance=n_tokens)
+
+        ceilings = compare(asked, contenders[:1], cells, advance)
+        can = report.task_verdicts(ceilings, FULL.label)
+        wanted += [one for one in asked if can[one.subject] or arguments.all_tasks]
+        left_out = [one for one in ceilings if not can[one.subject] and not arguments.all_tasks]
+        rows = compare(wanted, contenders, cells, advance) + left_out
     about = {
         "model": name,
         "filters": {"tokens": calibration.n_tokens, "dataset": calibration.dataset, "digest": digest},
         "command": shlex.join(["velox", *sys.argv[1:]]),
         "workload": vars(work),
-        "arms": [{**vars(arm), "settings": dict(arm.settings)} for arm in arms],
+        "arms": [{"arm": one.arm.label, "settings": one.settings} for one in contenders],
         "environment": report.environment(),
     }
-    named = "qfilters:filters=none" if any(arm.label == "qfilters:filters=none" for arm in arms) else None
+    named = "qfilters:calibrated=false" if any(arm.label == "qfilters:calibrated=false" for arm in arms) else None
     markdown = report.to_markdown(rows, FULL.label, named)
     for file, text in {
         "results.json": report.to_json(rows, about),

@@ -106,7 +106,7 @@ def _recency(arguments: argparse.Namespace) -> Result:
 
     arm = _arm(arguments)
     budget = arm.budget or 512
-    recents = [0, budget // 8, budget // 4, budget // 2, 3 * budget // 4, 7 * budget // 8]
+    recents = [0, *(budget * eighths // 8 for eighths in (1, 2, 4, 6, 7))]
     return _read(
         arguments,
         [dataclasses.replace(arm, label=f"recent={n}", settings={**arm.settings, "recent": n}) for n in recents],

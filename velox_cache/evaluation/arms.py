@@ -1,5 +1,6 @@
 """The caches that are compared, as values: a method, its settings, and how to make fresh ones."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +36,10 @@ FULL = Arm("full cache")
 
 
 def parse_arm(text: str, budget: int) -> Arm:
-    """The arm that `method:setting=value:...` names, at a budget; `filters=none` leaves the calibration out.
+    """The arm that `method:setting=value:...` names, at a budget; `calibrated=false` leaves the calibration out.
 
-    Values are whole numbers, true, false or words. Raises ValueError when the method is unknown or the text is not of
-    that form.
+    Values are whole numbers, shares of the budget such as 1/4, true, false or words. Raises ValueError when the method
+    is unknown or the text is not of that form.
     """
     method, *parts = text.split(":")
     method_factory(method)
@@ -47,8 +48,8 @@ def parse_arm(text: str, budget: int) -> Arm:
         name, equals, value = part.partition("=")
         if not equals or not name:
             raise ValueError(f"an arm is method:setting=value:..., such as qfilters:recent=0, got {text!r}")
-        settings[name] = _value(value)
-    calibrated = settings.pop("filters", "calibrated") != "none"
+        settings[name] = _value(value, budget)
+    calibrated = bool(settings.pop("calibrated", True))
     return Arm(text, method, {"budget": budget, **settings}, calibrated)
 
 
@@ -68,6 +69,9 @@ def cache_maker(model: nn.Module, arm: Arm, calibration: QFiltersCalibration | N
     return make
 
 
-def _value(text: str) -> Any:
+def _value(text: str, budget: int) -> Any:
     words = {"true": True, "false": False}
-    return words[text] if text in words else int(text) if text.lstrip("-").isdigit() else text
+    share = re.fullmatch(r"(\d+)/([1-9]\d*)", text)
+    if share:
+        return budget * int(share[1]) // int(share[2])
+    return words[text] if text in words else int(text) if re.fullmatch(r"-?\d+", text) else text

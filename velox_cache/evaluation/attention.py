@@ -47,7 +47,7 @@ def default_scorers(calibration: QFiltersCalibration) -> dict[str, Scorer]:
 
     return {
         "qfilters": calibrated,
-        "qfilters:filters=none": lambda layer, keys, values: (
+        "qfilters:calibrated=false": lambda layer, keys, values: (
             keys * estimate_filter_dir(keys[:, :FALLBACK_KEYS])[:, None]
         ).sum(-1),
         "l2norm": lambda layer, keys, values: -mx.square(keys.astype(mx.float32)).sum(-1),

@@ -1,14 +1,18 @@
 """Run measurements over arms, cell by cell: the engine of `velox compare`, which knows no measurement itself."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from velox_cache.distributed import Group, failing_together, own_share
 from velox_cache.evaluation.arms import Arm, MakeCache
 from velox_cache.evaluation.cells import Cells
 
 Advance = Callable[[int], object]
 """Called with the tokens done."""
+Report = Callable[[str, int], object]
+"""Called with what is at work and the tokens done."""
 Values = Mapping[str, Any]
 """Plain JSON values by name."""
 
@@ -51,33 +55,50 @@ def compare(
     measurements: Sequence[Measurement],
     contenders: Sequence[Contender],
     cells: Cells,
-    advance: Callable[[str, int], object] = lambda what, n_tokens: None,
+    advance: Report = lambda what, n_tokens: None,
+    group: Group | None = None,
 ) -> list[Row]:
     """Every measurement of every contender, the first of which is the full cache. What is in `cells` is not run again.
 
-    `advance` is called with what is at work and the tokens done. Raises ValueError when the first contender is not the
-    full cache or two bear one name at one budget, and what the measurements raise.
+    `advance` is called with what is at work and the tokens done. group: ranks that share the measurements out, given
+    the same ones; each ends with all rows, and with every cell on its disk.
+
+    Raises ValueError when the first contender is not the
+    full cache or two bear one name at one budget, and what the measurements raise; RuntimeError when another rank
+    fails or ends, after which a new start goes on with the cells that are there.
     """
     if not contenders or contenders[0].arm.method is not None:
         raise ValueError("the first contender must be the full cache, which the others are compared with")
     names = [(one.arm.label, one.arm.budget) for one in contenders]
     if len(set(names)) < len(names):
         raise ValueError(f"each arm must differ from the others in name or budget, got {names}")
-    rows: list[Row] = []
-    for one in measurements:
-        done = 0
+    if group is not None:
+        keys = {one: [_key(one, other.arm) for other in contenders if one.concerns(other.arm)] for one in measurements}
+        named = {json.dumps(keys[one], sort_keys=True): one for one in measurements}
+        with failing_together(group):
+            done = {name: all(cells.get(key) is not None for key in keys[one]) for name, one in named.items()}
+        own = own_share(list(named), group, done=done.__getitem__, cost=lambda name: named[name].n_tokens)
+        with failing_together(group):
+            for name in own:
+                _measured(named[name], contenders, cells, advance)
+        cells.share([key for one in measurements for key in keys[one]], group)
+    return [row for one in measurements for row in _measured(one, contenders, cells, advance)]
 
-        def step(n_tokens: int, one: Measurement = one) -> None:
-            nonlocal done
-            done += n_tokens
-            advance(f"{one.measure}: {one.subject} {one.seed + 1}", n_tokens)
 
-        rows += _measured(one, contenders, cells, step)
-        step(one.n_tokens - done)
+def _measured(one: Measurement, contenders: Sequence[Contender], cells: Cells, advance: Report) -> list[Row]:
+    done = 0
+
+    def step(n_tokens: int) -> None:
+        nonlocal done
+        done += n_tokens
+        advance(f"{one.measure}: {one.subject} {one.seed + 1}", n_tokens)
+
+    rows = _rows(one, contenders, cells, step)
+    step(one.n_tokens - done)
     return rows
 
 
-def _measured(one: Measurement, contenders: Sequence[Contender], cells: Cells, advance: Advance) -> list[Row]:
+def _rows(one: Measurement, contenders: Sequence[Contender], cells: Cells, advance: Advance) -> list[Row]:
     concerned = [contender for contender in contenders if one.concerns(contender.arm)]
     keys = {contender: _key(one, contender.arm) for contender in concerned}
     found = {contender: cells.get(key) for contender, key in keys.items()}

@@ -114,7 +114,7 @@ def heads(
         found = score_attention(model, tokenizer, text, default_scorers(calibration), n_tokens=n_tokens)
         return [
             {
-                one.scorer: {"mean": one.mean, "sign_correct": one.sign_correct, "per_head": one.per_head.tolist()}
+                one.scorer: {"mean": one.mean, "sign_correct": one.sign_correct, "per_head": _rounded(one.per_head)}
                 for one in found
             }
         ]
@@ -122,7 +122,7 @@ def heads(
     def drift(contenders: Sequence[Contender], advance: Advance) -> list[dict[str, Any]]:
         fitted = list(tokenizer.encode("\n".join(calibration_texts())))[: 2 * n_tokens]
         found = anisotropy(model, fitted, tokens)
-        per_head = {one.name: getattr(found, one.name).tolist() for one in dataclasses.fields(found)}
+        per_head = {one.name: _rounded(getattr(found, one.name)) for one in dataclasses.fields(found)}
         return [{"positive_share": found.positive_share, **per_head}]
 
     def kept(contenders: Sequence[Contender], advance: Advance) -> list[dict[str, Any]]:
@@ -145,8 +145,12 @@ def kept_map(prompt_cache: Sequence[Any], n_tokens: int) -> list[list[float]]:
     for cache in flat_caches(prompt_cache):
         if isinstance(cache, EvictingKVCache) and cache.record is not None:
             positions = np.array(kept_positions(cache.record)[0])
-            shares.append(np.mean([np.isin(np.arange(n_tokens), head) for head in positions], axis=0).tolist())
+            shares.append(np.mean([np.isin(np.arange(n_tokens), head) for head in positions], axis=0).round(3).tolist())
     return shares
+
+
+def _rounded(values: np.ndarray[Any, Any]) -> Any:
+    return values.round(5).tolist()  # for files of a readable size
 
 
 def _usage(usage: CacheUsage) -> dict[str, Any]:

@@ -67,9 +67,9 @@ def task_verdicts(rows: Sequence[Row], full: str) -> dict[str, bool]:
 
 
 def to_json(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
-    """Everything, rows in their order. NaN does not occur. The same rows give the same text."""
-    listed = [{**vars(row), "values": dict(row.values)} for row in rows]
-    return json.dumps({"about": dict(about), "rows": listed}, indent=1, allow_nan=False)
+    """Everything, one row a line, in their order. NaN does not occur. The same rows give the same text."""
+    listed = ",\n".join(json.dumps({**vars(row), "values": dict(row.values)}, allow_nan=False) for row in rows)
+    return f'{{"about": {json.dumps(dict(about), indent=1, allow_nan=False)},\n"rows": [\n{listed}\n]}}\n'
 
 
 def to_csv(rows: Sequence[Row]) -> str:
@@ -124,7 +124,7 @@ def _reading_table(rows: Sequence[Row], full: str, named: str | None) -> str:
         if named is not None and (subject, named, budget) in perplexities:
             whole = perplexities[subject, full, None]
             share = gap_closed(perplexities[key], whole, perplexities[subject, named, budget])
-            closed = "-" if math.isnan(share) else f"{share:.0%}"
+            closed = "-" if math.isnan(share) else f"{round(share, 2) + 0.0:.0%}"
         mark = "**" if best else ""
         each = ", ".join(f"{value:.2f}" for value in losses[key])
         lines.append(
@@ -150,7 +150,7 @@ def _task_table(rows: Sequence[Row], full: str) -> str:
         lines.append(f"| {arm} | {budget or '-'} | {' | '.join(cells)} |")
     guess = [f"{np.mean(floors[subject, full, None]):.2f}" for subject in subjects]
     lines.append(f"| guessing | - | {' | '.join(guess)} |")
-    says = ["yes" if verdicts[subject] else "**not discriminative**" for subject in subjects]
+    says = ["yes" if verdicts[subject] else "**no, not discriminative**" for subject in subjects]
     lines.append(f"| does the task compare caches? | | {' | '.join(says)} |")
     return "\n".join(lines)
 
