@@ -224,7 +224,7 @@ def test_byte_limit_of_the_prompt_cache_holds(folder: Path, tmp_path: Path) -> N
             server.text(words(80, 200 + seed))
         stored = [line for line in server.log.read_text().splitlines() if "Prompt Cache:" in line][-1]
         assert "0.00 GB" in stored
-        assert 0 < int(stored.split("Prompt Cache: ")[1].split(" ")[0]) <= 5  # 12 KB each
+        assert 0 < int(stored.split("Prompt Cache: ")[1].split(" ")[0]) <= 7  # 5 of 12 KB when the last request came, and its own 2
 
 
 def test_settings_that_cannot_work_end_the_server_with_one_line(folder: Path) -> None:
