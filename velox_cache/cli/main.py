@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "eval": "run one measurement by itself",
         "methods": "list the eviction methods and their settings",
         "fetch-model": "fetch a small real model, without a model hub",
+        "bench": "time the caches beside mlx_lm's own",
         "doctor": "check this installation",
     }
 )

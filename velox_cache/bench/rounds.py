@@ -1,0 +1,61 @@
+"""Timing several ways to do the same thing in turn, so that what disturbs the machine disturbs all of them."""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One arm of a comparison. Times in microseconds of one call; ratios are to the reference of the same round."""
+
+    label: str
+    median_us: float
+    ratio: float  # of medians
+    ratio_low: float  # lower and upper quartile of the rounds' own ratios
+    ratio_high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Some arms and the reference that they are compared with, which is the first of `timings`."""
+
+    name: str
+    setting: str
+    timings: tuple[Timing, ...]
+
+    @property
+    def reference(self) -> Timing:
+        return self.timings[0]
+
+
+def compare(name: str, setting: str, arms: Mapping[str, Call], *, rounds: int, calls: int = 1) -> Comparison:
+    """Time each arm `calls` times in a row in each of `rounds` rounds, in an order drawn anew for each round.
+
+    Every call must wait for its own result. The first arm is the reference.
+    """
+    for call in arms.values():
+        for _ in range(2):  # the first call compiles
+            call()
+    order, draw = list(arms), random.Random(0)
+    seconds: dict[str, list[float]] = {label: [] for label in arms}
+    for _ in range(rounds):
+        draw.shuffle(order)
+        for label in order:
+            call = arms[label]
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            seconds[label].append((time.perf_counter() - start) / calls)
+    reference = seconds[next(iter(arms))]
+    return Comparison(name, setting, tuple(_timing(label, seconds[label], reference) for label in arms))
+
+
+def _timing(label: str, seconds: list[float], reference: list[float]) -> Timing:
+    ratios = [one / other for one, other in zip(seconds, reference, strict=True)]
+    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    return Timing(label, 1e6 * median(seconds), median(seconds) / median(reference), low, high)

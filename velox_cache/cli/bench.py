@@ -1,0 +1,104 @@
+"""Time the caches' operations beside mlx_lm's own caches, in turn, and print medians and ratios.
+
+Where veloxquant-mlx is installed (`make bench-peers`) its Q-Filters cache takes its turn too. Figures of one run can be
+compared with each other; those of two machines, or of a busy one, hardly.
+"""
+
+import argparse
+from pathlib import Path
+
+EXAMPLES = """examples:
+  velox bench --quick
+  velox bench --json bench.json --plot bench.png
+  velox bench --quick --against docs/results/bench-linux-cpu.json
+  velox bench --only-model --model smollm2-135m --budgets 256,512"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `velox bench`."""
+    parser.add_argument("--quick", action="store_true", help="decode steps and prefill of the static methods only")
+    parser.add_argument("--budgets", type=_numbers, metavar="N,N", help="rows to keep (default: 512,2048)")
+    parser.add_argument("--batches", type=_numbers, default=(1,), metavar="N,N", help="batch sizes (default: 1)")
+    parser.add_argument(
+        "--dtypes", type=_names, default=("float16",), metavar="T,T", help="dtypes of K and V (default: float16)"
+    )
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="turns that each cache takes (default: 40)")
+    parser.add_argument("--model", metavar="MODEL", help="run this model end to end as well")
+    parser.add_argument("--filters", metavar="FILE", help="Q-Filters for MODEL (default: from its first keys)")
+    parser.add_argument("--only-model", action="store_true", help="nothing but the model's runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios there")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="print ratios beside those of an earlier report; never fails on them",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, write."""
+    import mlx.core as mx
+    from rich.console import Console
+
+    from velox_cache.bench.end_to_end import end_to_end
+    from velox_cache.bench.figure import draw
+    from velox_cache.bench.imports import import_costs
+    from velox_cache.bench.operations import Plan, measure
+    from velox_cache.bench.report import Report, changes, comparison_table, machine, read, runs_table, write
+    from velox_cache.bench.rounds import Comparison
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
+    before = None if arguments.against is None else read(arguments.against)
+    comparisons: list[Comparison] = []
+    if not arguments.only_model:
+        budgets = arguments.budgets or ((512,) if arguments.quick else (512, 2048))
+        dtypes = tuple(getattr(mx, name) for name in arguments.dtypes)
+        plan = Plan(budgets, dtypes, arguments.batches, arguments.rounds, arguments.quick)
+        for comparison in measure(plan):
+            comparisons.append(comparison)
+            console.print(comparison_table(comparison))
+        if not arguments.quick:
+            for comparison in import_costs(rounds=5):
+                comparisons.append(comparison)
+                console.print(comparison_table(comparison))
+    runs = []
+    if arguments.model is not None:
+        from velox_cache.cli.model_argument import load_model
+        from velox_cache.qfilters_artifact import load_qfilters
+
+        model, tokenizer = load_model(arguments.model)
+        filters = None if arguments.filters is None else load_qfilters(arguments.filters)
+        budgets = arguments.budgets or (256, 512)
+        for one in end_to_end(model, tokenizer, budgets=budgets, rounds=3, filters=filters, advance=console.log):
+            runs.append(one)
+        console.print(runs_table(runs))
+    report = Report(machine(), tuple(comparisons), tuple(runs), arguments.model)
+    if arguments.json is not None:
+        write(report, arguments.json)
+    if arguments.plot is not None:
+        draw(comparisons, arguments.plot)
+    if before is not None:
+        for line in changes(report, before):
+            console.print(line, soft_wrap=True, highlight=False)
+    return 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers above 0, such as 512,2048")
+    return numbers
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    known = ("float16", "bfloat16", "float32")
+    if not set(names) <= set(known):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of dtypes among {', '.join(known)}")
+    return names
