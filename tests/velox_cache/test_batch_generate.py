@@ -183,6 +183,7 @@ def test_plain_and_evicting_caches_do_not_share_a_batch(tiny_model: Callable[...
 
 
 @pytest.mark.real_model
+@pytest.mark.timeout(900)
 def test_smollm2_batch_of_30_400_and_900_tokens_equals_each_alone() -> None:
     model, tokenizer = mlx_lm.load(str(default_cache_dir() / "smollm2-135m-float32"))
     ids = tokenizer.encode(held_out_text())
