@@ -1,8 +1,7 @@
 """One model under several caches, side by side: what each keeps, costs and loses."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -10,7 +9,9 @@ from rich.table import Table
 
 from velox_cache.embedded_text import filler_text, held_out_text
 from velox_cache.evaluation import (
+    FULL,
     Answer,
+    Arm,
     Fidelity,
     PlantedFact,
     Reading,
@@ -31,15 +32,6 @@ PLANTED = PlantedFact(
 )
 LABELS = {"qfilters": "Q-Filters", "streaming_llm": "StreamingLLM"}
 """The methods that the demo shows, as far as they are registered."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One cache to compare; `method` None is the full cache."""
-
-    label: str
-    method: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ def default_arms(budgets: Sequence[int]) -> list[Arm]:
     """The full cache, and each method of LABELS that is registered, at each budget."""
     methods = [(method, label) for method, label in LABELS.items() if method in METHODS]
     bounded = [Arm(f"{label}, {n}", method, {"budget": n}) for method, label in methods for n in budgets]
-    return [Arm("full cache"), *bounded]
+    return [FULL, *bounded]
 
 
 def compare_arms(

@@ -6,7 +6,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from velox_cache.evaluation import anisotropy as anisotropy_module
 from velox_cache.evaluation.anisotropy import anisotropy, head_anisotropy
 from velox_cache.evaluation.arms import FULL, Arm, cache_maker
 from velox_cache.evaluation.attention import ScorerCorrelation, default_scorers, score_attention
@@ -57,7 +56,7 @@ def test_anisotropy_covers_every_query_head(tiny_model):
 
 def test_anisotropy_without_tokens_is_refused(tiny_model):
     with pytest.raises(ValueError, match="no tokens"):
-        anisotropy_module.anisotropy(tiny_model(), [], TOKENS)
+        anisotropy(tiny_model(), [], TOKENS)
 
 
 def test_a_score_that_is_the_attention_correlates_perfectly(tiny_model, tokenizer):

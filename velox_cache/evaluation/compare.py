@@ -8,6 +8,7 @@ from typing import Any
 from velox_cache.distributed import Group, failing_together, own_share
 from velox_cache.evaluation.arms import Arm, MakeCache
 from velox_cache.evaluation.cells import Cells
+from velox_cache.install import InstalledCaches
 
 Advance = Callable[[int], object]
 """Called with the tokens done."""
@@ -23,6 +24,13 @@ class Contender:
 
     arm: Arm
     make: MakeCache
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings of the method, defaults too; none for the full cache."""
+        if not isinstance(self.make, InstalledCaches):
+            return {}
+        return dict(next(iter(self.make.methods.values())).settings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +71,9 @@ def compare(
     `advance` is called with what is at work and the tokens done. group: ranks that share the measurements out, given
     the same ones; each ends with all rows, and with every cell on its disk.
 
-    Raises ValueError when the first contender is not the
-    full cache or two bear one name at one budget, and what the measurements raise; RuntimeError when another rank
-    fails or ends, after which a new start goes on with the cells that are there.
+    Raises ValueError when the first contender is not the full cache or two bear one name at one budget, and what the
+    measurements raise; RuntimeError when another rank fails or ends, after which a new start goes on with the cells
+    that are there.
     """
     if not contenders or contenders[0].arm.method is not None:
         raise ValueError("the first contender must be the full cache, which the others are compared with")
@@ -73,7 +81,7 @@ def compare(
     if len(set(names)) < len(names):
         raise ValueError(f"each arm must differ from the others in name or budget, got {names}")
     if group is not None:
-        keys = {one: [_key(one, other.arm) for other in contenders if one.concerns(other.arm)] for one in measurements}
+        keys = {one: [_key(one, other) for other in contenders if one.concerns(other.arm)] for one in measurements}
         named = {json.dumps(keys[one], sort_keys=True): one for one in measurements}
         with failing_together(group):
             done = {name: all(cells.get(key) is not None for key in keys[one]) for name, one in named.items()}
@@ -100,7 +108,7 @@ def _measured(one: Measurement, contenders: Sequence[Contender], cells: Cells, a
 
 def _rows(one: Measurement, contenders: Sequence[Contender], cells: Cells, advance: Advance) -> list[Row]:
     concerned = [contender for contender in contenders if one.concerns(contender.arm)]
-    keys = {contender: _key(one, contender.arm) for contender in concerned}
+    keys = {contender: _key(one, contender) for contender in concerned}
     found = {contender: cells.get(key) for contender, key in keys.items()}
     missing = [contender for contender in concerned if found[contender] is None]
     # The full cache runs again next to arms that were added later.
@@ -116,13 +124,14 @@ def _rows(one: Measurement, contenders: Sequence[Contender], cells: Cells, advan
     ]
 
 
-def _key(one: Measurement, arm: Arm) -> dict[str, Any]:
+def _key(one: Measurement, contender: Contender) -> dict[str, Any]:
+    arm = contender.arm
     return {
         "measure": one.measure,
         "subject": one.subject,
         "seed": one.seed,
         "arm": arm.label,
         "budget": arm.budget,
-        "method": [arm.method, dict(arm.settings), arm.calibrated],
+        "method": [arm.method, contender.settings or dict(arm.settings), arm.calibrated],
         "sizes": dict(one.sizes),
     }
