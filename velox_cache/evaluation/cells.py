@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from velox_cache.distributed import Group, texts_of_all
 
 
 class Cells:
@@ -36,6 +38,17 @@ class Cells:
         part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps({"identity": self._identity, "key": dict(key), "value": value}, indent=1))
         part.replace(path)
+
+    def share(self, keys: Iterable[Mapping[str, Any]], group: Group) -> None:
+        """Give every rank what any rank has of `keys`, over one folder or one on each machine; collective.
+
+        Raises RuntimeError when another rank has ended.
+        """
+        here = [[key, value] for key in map(dict, keys) if (value := self.get(key)) is not None]
+        for text in texts_of_all(json.dumps(here), group):
+            for key, value in json.loads(text):
+                if self.get(key) is None:
+                    self.put(key, value)
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         whole = json.dumps([self._identity, dict(key)], sort_keys=True)
