@@ -133,20 +133,26 @@ def uninstall(model: nn.Module) -> None:
 
 def _probe_queries(installed: InstalledCaches, tap: QueryTap) -> None:
     """ValueError, with the tap removed, unless a call of the model shows every bounded layer its queries."""
-    caches = installed()
-    installed.model(mx.array([[0, 1]]), cache=caches)
-    unseen = []
-    for entry, cache in zip(installed.plan, caches, strict=True):
-        try:
-            mx.eval([part.state for part in flat_caches([cache]) if isinstance(part, EvictingKVCache)])
-        except MissingQueriesError:
-            unseen.append(entry.layer)
-    if unseen:
+    try:
+        caches = installed()
+        installed.model(mx.array([[0, 1]]), cache=caches)
+        unseen = [entry.layer for entry, cache in zip(installed.plan, caches, strict=True) if not _observed(cache)]
+        if unseen:
+            raise ValueError(
+                f"model type {model_type(installed.model)!r} computes the attention of layers {unseen} by hand, where "
+                "its queries cannot be seen; use queries='proxy', or a method that needs no queries, such as qfilters"
+            )
+    except BaseException:
         tap.remove()
-        raise ValueError(
-            f"model type {model_type(installed.model)!r} computes the attention of layers {unseen} by hand, where its "
-            "queries cannot be seen; use queries='proxy', or a method that needs no queries, such as qfilters"
-        )
+        raise
+
+
+def _observed(cache: Any) -> bool:
+    try:
+        mx.eval([part.state for part in flat_caches([cache]) if isinstance(part, EvictingKVCache)])
+    except MissingQueriesError:
+        return False
+    return True
 
 
 def _check_names(factory: Any, method: str, settings: Mapping[str, Any]) -> None:

@@ -8,9 +8,11 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 import velox_cache as vc
+from velox_cache.cli.main import main
 from velox_cache.models import default_cache_dir
 from velox_cache.query_tap import flat_caches
 
@@ -274,6 +276,30 @@ def _blind_to_the_tap(call: Callable[..., Any], blind: nn.Module) -> Callable[..
         return call(self, x, mask, Copying(cache) if self is blind else cache)
 
     return patched
+
+
+def test_refused_install_takes_its_tap_away(
+    tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+    attention = model.layers[1].self_attn
+    before = llama.scaled_dot_product_attention
+    monkeypatch.setattr(type(attention), "__call__", _blind_to_the_tap(type(attention).__call__, attention))
+    with pytest.raises(ValueError, match="queries"):
+        vc.install(model, "tova", budget=24)
+    assert llama.scaled_dot_product_attention is before
+
+
+def test_inspect_model_prints_the_plan(
+    tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model("gemma3_text")
+    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (model, None))
+    assert main(["inspect-model", "owner/gemma"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "full attention" in printed
+    assert "a sliding window bounds itself" in printed
+    assert "1 of 2 layers can be bounded" in printed
 
 
 @pytest.mark.real_model

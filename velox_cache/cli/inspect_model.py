@@ -2,7 +2,7 @@
 
 import argparse
 
-from velox_cache.cli.model_argument import add_model_argument
+from velox_cache.cli.model_argument import add_model_argument, model_folder
 
 EXAMPLES = """examples:
   velox inspect-model smollm2-135m
@@ -16,14 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan."""
+    import mlx_lm
     from rich.console import Console
     from rich.table import Table
 
-    from velox_cache.cli.model_argument import load_model
     from velox_cache.plan import asks_for_mask_arrays, plan_layers
     from velox_cache.query_tap import QueryTap, model_type
 
-    model, _ = load_model(arguments.model)
+    model, _ = mlx_lm.load(str(model_folder(arguments.model) or arguments.model), lazy=True)
     plan = plan_layers(model)
     table = Table("layer", "the model's own cache", "bounded", "why")
     for entry in plan:
