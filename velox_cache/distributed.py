@@ -101,12 +101,17 @@ def own_share(
         if cells:
             finished = np.array(_evaluated(mx.distributed.all_max(mx.array(finished), group=group, stream=mx.cpu)))
     left = [cell for cell, over in zip(cells, finished, strict=True) if not over]
-    loads, shares = [0.0] * size, [list[Cell]() for _ in range(size)]
-    for cell in sorted(left, key=cost, reverse=True):  # stable: equal costs stay in order
+    return shared_out(left, size, cost)[rank]
+
+
+def shared_out(cells: Sequence[Cell], n_ranks: int, cost: Callable[[Cell], float]) -> list[list[Cell]]:
+    """Each cell to one of `n_ranks`: the longest first, each to the rank with least to do, the lowest of such."""
+    loads, shares = [0.0] * n_ranks, [list[Cell]() for _ in range(n_ranks)]
+    for cell in sorted(cells, key=cost, reverse=True):  # stable: equal costs stay in order
         least = loads.index(min(loads))
         loads[least] += cost(cell)
         shares[least].append(cell)
-    return shares[rank]
+    return shares
 
 
 def _check_same(cells: Sequence[Cell], group: Group) -> None:
