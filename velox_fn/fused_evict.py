@@ -4,6 +4,7 @@ import mlx.core as mx
 
 from metal_src import evict_apply, metal_available, threshold_and_quota
 from velox_fn import checks, select
+from velox_fn.rows import rows_at
 
 
 def resolve_metal(use_metal_kernels: bool | None) -> bool:
@@ -62,8 +63,8 @@ def fused_evict(
         return _applied(keys, values, scores, positions, competing, budget)
     index = select.survivors(competing, budget)
     return (
-        mx.take_along_axis(keys, index[..., None], axis=2),
-        mx.take_along_axis(values, index[..., None], axis=2),
+        rows_at(keys, index),
+        rows_at(values, index),
         mx.take_along_axis(scores, index, axis=2),
         mx.take_along_axis(positions, index, axis=2),
     )
@@ -79,8 +80,8 @@ def evict_rows(
         return keys, values, select.pack_ranks(scores, positions)
     index = select.survivors(competing, keep)
     return (
-        mx.take_along_axis(keys, index[..., None], axis=2),
-        mx.take_along_axis(values, index[..., None], axis=2),
+        rows_at(keys, index),
+        rows_at(values, index),
         mx.take_along_axis(ranks, index, axis=2),
     )
 

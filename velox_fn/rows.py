@@ -21,10 +21,17 @@ class Rows:
 def gather_rows(rows: Rows, index: mx.array) -> Rows:
     """The rows at index [B,H,m], in that order."""
     return Rows(
-        keys=mx.take_along_axis(rows.keys, index[..., None], axis=2),
-        values=mx.take_along_axis(rows.values, index[..., None], axis=2),
+        keys=rows_at(rows.keys, index),
+        values=rows_at(rows.values, index),
         ranks=mx.take_along_axis(rows.ranks, index, axis=2),
     )
+
+
+def rows_at(array: mx.array, index: mx.array) -> mx.array:
+    """[B,H,m,D] of array [B,H,n,D] at index [B,H,m]."""
+    batch, n_heads = index.shape[:2]
+    # Copies whole rows; take_along_axis would copy number by number.
+    return array[mx.arange(batch)[:, None, None], mx.arange(n_heads)[:, None], index]
 
 
 def in_temporal_order(rows: Rows) -> Rows:

@@ -14,6 +14,11 @@ _PADDING_SCORE = -0x80000000
 _INFINITY = 0x7F800000  # the bits of +inf; those that every number that is not finite has
 _MINUS_INFINITY = -0x7F800001  # -inf as _ordered has it
 _MINUS_ZERO = -1  # -0.0 likewise
+_BITS = {  # an integer type as wide, the bits without the sign, those of +inf
+    mx.float32: (mx.int32, 0x7FFFFFFF, 0x7F800000),
+    mx.float16: (mx.int16, 0x7FFF, 0x7C00),
+    mx.bfloat16: (mx.int16, 0x7FFF, 0x7F80),
+}
 _PROTECTED = 0x7FFFFFFFFFFFFFFF
 PADDING = (_PADDING_SCORE << 32) | (_MAX_POSITION + 1)  # the rank of every padding row
 
@@ -53,29 +58,25 @@ def arrival_ranks(scores: mx.array, keys: mx.array, values: mx.array, positions:
     keys [B,H,S,D]; values [B,H,S,D_v]; positions int32, broadcastable to [B,H,S]. A row with a non-finite key, value or
     score competes as -inf; sinks hold +inf.
     """
-    # The rule in bits: what comes from one sum then needs one more kernel where isfinite and + 0.0 would need two.
-    bits = _summed_if_finite(scores, keys, values).view(mx.int32)
-    ordered = mx.where((bits & _INFINITY) == _INFINITY, _MINUS_INFINITY, _ordered(bits))
+    unchecked = [values] if scores.ndim == 4 else [keys, values]
+    if scores.ndim == 4 and keys.shape[2] == 1 and scores.shape == values.shape:
+        # The fewest kernels for one token: zeros added to a sum do not change it, and NaN comes through.
+        scores, unchecked = scores + values.astype(mx.float32) * 0, []
+    bits = (scores.sum(-1) if scores.ndim == 4 else scores).view(mx.int32)
+    unsound = (bits & _INFINITY) == _INFINITY
+    for rows in unchecked:
+        unsound = unsound | _any_not_finite(rows)
+    ordered = mx.where(unsound, _MINUS_INFINITY, _ordered(bits))
     if n_sink > 0:
         ordered = mx.where(positions < n_sink, _INFINITY, ordered)
     return _packed(ordered, mx.broadcast_to(positions, ordered.shape))
 
 
-def _summed_if_finite(scores: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-    """Scores float32 [B,H,S]; not finite where a row's key or value is not. Zeros added to a sum do not change it."""
-    if scores.ndim == 3:
-        return scores + _zero_if_finite(keys, values)
-    if scores.shape != values.shape:
-        return scores.sum(-1) + (values.astype(mx.float32) * 0).sum(-1)
-    return (scores + values.astype(mx.float32) * 0).sum(-1)
-
-
-def _zero_if_finite(keys: mx.array, values: mx.array) -> mx.array:
-    """0 for each row whose key and value are finite, NaN otherwise: one pass, no boolean reduction. [B,H,S]"""
-    keys, values = keys.astype(mx.float32), values.astype(mx.float32)
-    if keys.shape[-1] == values.shape[-1]:
-        return (keys * 0 + values * 0).sum(-1)
-    return (keys * 0).sum(-1) + (values * 0).sum(-1)
+def _any_not_finite(rows: mx.array) -> mx.array:
+    """Whether a row of rows [...,D] holds a number that is not finite: by its bits, since an integer maximum costs a
+    small part of floating-point work in half precision on a CPU. bool [...]"""
+    integers, all_but_sign, infinity = _BITS[rows.dtype]
+    return (rows.view(integers) & all_but_sign).max(-1) >= infinity
 
 
 def competing_ranks(ranks: mx.array, offset: mx.array, recent: int) -> mx.array:

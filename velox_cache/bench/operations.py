@@ -16,6 +16,7 @@ from velox_cache.prompt_cache import load_prompt_cache, save_prompt_cache
 from velox_fn import METHODS, fused_evict, leverage_scores, query_gram_init, query_gram_update, select
 from velox_fn.attention import attention_mass, observe_rows
 from velox_fn.records import arrays
+from velox_fn.rows import rows_at
 
 PREFILL = 2048  # tokens of a prefill block
 QUERIES_PER_HEAD = 1024  # of a calibration update
@@ -176,12 +177,12 @@ def save_and_load(shape: Shape, budget: int, rounds: int) -> Comparison:
 def _read_and_gather(keys: mx.array, values: mx.array, budget: int) -> Call:
     """The least that evicting a block must do: read every key once, copy the survivors."""
     rows = keys.shape[:3]
-    index = mx.sort(mx.argsort(mx.random.normal(rows), axis=-1)[..., :budget], axis=-1)[..., None]
+    index = mx.sort(mx.argsort(mx.random.normal(rows), axis=-1)[..., :budget], axis=-1)
     mx.eval(index)
 
     def gather() -> None:
         read = keys.astype(mx.float32).sum(-1)
-        mx.eval(read, mx.take_along_axis(keys, index, axis=2), mx.take_along_axis(values, index, axis=2))
+        mx.eval(read, rows_at(keys, index), rows_at(values, index))
 
     return gather
 
