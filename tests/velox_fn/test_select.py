@@ -100,9 +100,10 @@ def test_padding_loses_to_a_token_that_is_not_finite():
     assert kept(ranked([9.0, np.nan, 9.0], [-1, 0, -1]), 1, 1) == [0]
 
 
-def test_padding_is_never_in_the_recent_window():
+@pytest.mark.parametrize("order", [[-1, -1, 0, 1, 2], [0, 1, 2, -1, -1], [0, -1, 1, -1, 2]], ids=str)
+def test_padding_is_never_in_the_recent_window(order):
     # A window longer than the sequence reaches below position 0, where padding has its -1.
-    ranks = ranked([0.0, 0.0, 1.0, 2.0, 3.0], [-1, -1, 0, 1, 2])
+    ranks = ranked([float(position) for position in order], order)
     assert kept(ranks, 3, 3, recent=10) == [0, 1, 2]
 
 
