@@ -42,13 +42,13 @@ def renumbering(
 def gap_free(keys: mx.array, positions: mx.array, offset: mx.array, rope: RopeSpec) -> mx.array:
     """Keys [B,H,n,D] of rows at int32 positions [B,H,n], as if the last `offset` [B] tokens were these n, in order.
 
-    Padding rows (position -1) stay as they are.
+    Padding rows (position -1) turn too; nothing reads them.
     """
     real = positions >= 0
     order = mx.argsort(mx.where(real, positions, 2**31 - 1), axis=-1)
     place = mx.argsort(order, axis=-1).astype(mx.int32)
     first = offset[:, None, None] - real.sum(axis=-1, keepdims=True)
-    return rope_remap_positions(keys, positions, mx.where(real, first + place, positions), rope)
+    return rope_remap_positions(keys, positions, first + place, rope)
 
 
 def gap_free_view(

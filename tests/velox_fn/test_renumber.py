@@ -35,8 +35,9 @@ def set_of(rows):
 
 
 @every_method
-def test_view_holds_the_kept_rows_without_gaps(make):
-    keys, seen = fed(make(renumber=True, rope=ROPE), [20, 1, 1, 7, 1, 1])
+@pytest.mark.parametrize("calls", [[20, 1, 1, 7, 1, 1], [10, 1, 1, 3], [10, 1, 4]])
+def test_view_holds_the_kept_rows_without_gaps(make, calls):
+    keys, seen = fed(make(renumber=True, rope=ROPE), calls)
     offset = 0
     for before, n_tokens, (view_keys, _) in seen:
         new = mx.arange(offset, offset + n_tokens)
