@@ -1,0 +1,23 @@
+"""python calibrate_together.py FOLDER none|texts|heads|layers ...: the calibrations that each rank ends with."""
+
+from small_models import CharacterTokenizer, arguments, small_model
+
+from velox_cache import calibrate, save_qfilters, sign_agreement
+from velox_cache.distributed import world
+
+TEXTS = [f"text {n}: " + "some words of it, " * (4 + 3 * n) for n in range(4)]
+
+rank, folder, *spreads = arguments()
+for spread in spreads:
+    model = small_model(spread)
+    for n_texts in (1, 4):
+        calibration = calibrate(
+            model,
+            CharacterTokenizer(),
+            TEXTS[:n_texts],
+            sequence_length=100,
+            progress=False,
+            group=world() if spread == "texts" else None,
+        )
+        save_qfilters(calibration, f"{folder}/{spread}_{n_texts}_{rank}.npz")
+    assert sign_agreement(calibration, model, CharacterTokenizer(), TEXTS[0]) > 0.9, spread

@@ -1,0 +1,88 @@
+"""Run a script in several processes on this machine, and end all of them whatever happens."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ONE_THREAD = {"MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # ranks share this machine's cores
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launch came out."""
+
+    status: int | None  # None: it had to be killed
+    out: str
+    err: str
+
+
+def launched(n_ranks: int, *command: object, seconds: float = 200) -> Ended:
+    """`command` in `n_ranks` processes under mlx.launch. After `seconds` everything it started is killed."""
+    first_port = _free_ports(n_ranks)
+    launcher = [
+        Path(sys.executable).with_name("mlx.launch"),
+        "-n",
+        n_ranks,
+        "--backend",
+        "ring",
+        "-p",
+        first_port,
+        "--",
+    ]
+    return _ended([*launcher, sys.executable, *command], seconds)
+
+
+def run(command: list[object], *, seconds: float = 200) -> Ended:
+    """One Python script by itself."""
+    return _ended([sys.executable, *command], seconds)
+
+
+def _ended(command: list[object], seconds: float) -> Ended:
+    process = subprocess.Popen(
+        list(map(str, command)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=HERE,
+        env=os.environ | ONE_THREAD,
+        start_new_session=True,  # a process group, so that nothing outlives it
+    )
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        return Ended(None, out, err)
+    finally:
+        _kill_group(process.pid)
+    return Ended(process.returncode, out, err)
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` consecutive ports that nobody listens on. mlx.launch gives each rank the next one."""
+    for start in range(20000 + os.getpid() % 5000 * 2, 60000, count):
+        listeners = []
+        try:
+            for port in range(start, start + count):
+                listener = socket.socket()
+                listeners.append(listener)
+                listener.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        finally:
+            for listener in listeners:
+                listener.close()
+        return start
+    raise RuntimeError("no free ports")

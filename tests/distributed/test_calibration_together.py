@@ -1,0 +1,63 @@
+"""Calibration by three processes: every rank ends with what one process finds."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from launching import launched, run
+
+from velox_cache import load_qfilters
+
+N_RANKS = 3
+SPREADS = ["texts", "heads", "layers"]
+N_TEXTS = [1, 4]  # one text leaves two ranks without any; the lengths of four differ
+
+
+@pytest.fixture(scope="module")
+def calibrations(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calibrations")
+    alone = run(["calibrate_together.py", folder, "none"])
+    together = launched(N_RANKS, "calibrate_together.py", folder, *SPREADS)
+    assert (alone.status, together.status) == (0, 0), alone.err + together.err
+
+    def find(spread, n_texts):
+        ranks = range(1 if spread == "none" else N_RANKS)
+        return [load_qfilters(folder / f"{spread}_{n_texts}_{rank}.npz") for rank in ranks]
+
+    return find
+
+
+@pytest.mark.parametrize("n_texts", N_TEXTS)
+@pytest.mark.parametrize("spread", SPREADS)
+def test_filters_equal_those_of_one_process(calibrations, spread, n_texts):
+    [alone] = calibrations("none", n_texts)
+    for rank in calibrations(spread, n_texts):
+        for found, expected in zip(rank.filters, alone.filters, strict=True):
+            assert (1 - (np.array(found, np.float64) * np.array(expected, np.float64)).sum(-1)).max() < 1e-6
+
+
+@pytest.mark.parametrize("n_texts", N_TEXTS)
+@pytest.mark.parametrize("spread", SPREADS)
+def test_statistics_equal_those_of_one_process(calibrations, spread, n_texts):
+    [alone] = calibrations("none", n_texts)
+    for rank in calibrations(spread, n_texts):
+        for found, expected in zip(rank.statistics, alone.statistics, strict=True):
+            for name, array in found.arrays().items():
+                np.testing.assert_allclose(array, getattr(expected, name), atol=2e-6)
+
+
+@pytest.mark.parametrize("n_texts", N_TEXTS)
+@pytest.mark.parametrize("spread", SPREADS)
+def test_all_ranks_end_with_the_same_bits(calibrations, spread, n_texts):
+    first, *others = calibrations(spread, n_texts)
+    for other in others:
+        for one, two in zip(first.filters, other.filters, strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_the_artifact_is_the_whole_models(calibrations, spread):
+    [alone] = calibrations("none", 4)
+    told = [field.name for field in fields(alone) if field.name not in ("filters", "statistics")]
+    for rank in calibrations(spread, 4):
+        assert [getattr(rank, name) for name in told] == [getattr(alone, name) for name in told]
