@@ -34,11 +34,10 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
             keys,
             values,
         )
-    seen = seen_rows(store, n_tokens)
     landed = append(store, block, offset)
     if store.filled <= store.most_kept:
-        rows = used_rows(landed)
-        return landed, (rows.keys, rows.values)
+        return landed, (landed.keys[:, :, : landed.filled], landed.values[:, :, : landed.filled])
+    seen = seen_rows(store, n_tokens)
     return landed, (_joined(seen.keys, block.keys, 0), _joined(seen.values, block.values, 0))
 
 
@@ -75,22 +74,15 @@ def append(store: Store, block: Rows, offset: mx.array) -> Store:
     n_tokens = block.keys.shape[2]
     filled = store.filled + n_tokens
     if filled <= store.keys.shape[2]:
-        grown = [
-            _written(target, rows, store.filled)
-            for target, rows in (
-                (store.keys, block.keys),
-                (store.values, block.values),
-                (store.ranks, block.ranks),
-            )
-        ]
+        keys = _written(store.keys, block.keys, store.filled)
+        values = _written(store.values, block.values, store.filled)
+        ranks = _written(store.ranks, block.ranks, store.filled)
     else:
         room = min(-(-filled // _GROWTH) * _GROWTH, store.limit + 1) - filled
         used = used_rows(store)
-        grown = [
-            _joined(old, new, room)
-            for old, new in ((used.keys, block.keys), (used.values, block.values), (used.ranks, block.ranks))
-        ]
-    keys, values, ranks = grown
+        keys = _joined(used.keys, block.keys, room)
+        values = _joined(used.values, block.values, room)
+        ranks = _joined(used.ranks, block.ranks, room)
     return replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, filled=filled)
 
 
