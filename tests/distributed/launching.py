@@ -1,13 +1,16 @@
 """Run a script in several processes on this machine, and end all of them whatever happens."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 HERE = Path(__file__).parent
 ONE_THREAD = {"MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # ranks share this machine's cores
@@ -43,7 +46,19 @@ def run(command: list[object], *, seconds: float = 200) -> Ended:
     return _ended([sys.executable, *command], seconds)
 
 
-def _ended(command: list[object], seconds: float) -> Ended:
+def each_rank(n_ranks: int, *command: object, seconds: float = 200) -> list[Ended]:
+    """`command` in `n_ranks` processes without a launcher, which would end all of them as soon as one fails."""
+    first_port = _free_ports(n_ranks)
+    hosts = [[f"127.0.0.1:{first_port + rank}"] for rank in range(n_ranks)]
+    with NamedTemporaryFile("w", suffix=".json") as hostfile, ThreadPoolExecutor(n_ranks) as pool:
+        json.dump(hosts, hostfile)
+        hostfile.flush()
+        environments = [{"MLX_HOSTFILE": hostfile.name, "MLX_RANK": str(rank)} for rank in range(n_ranks)]
+        whole = [sys.executable, *command]
+        return list(pool.map(lambda more: _ended(whole, seconds, **more), environments))
+
+
+def _ended(command: list[object], seconds: float, **environment: str) -> Ended:
     process = subprocess.Popen(
         list(map(str, command)),
         stdin=subprocess.DEVNULL,
@@ -51,7 +66,7 @@ def _ended(command: list[object], seconds: float) -> Ended:
         stderr=subprocess.PIPE,
         text=True,
         cwd=HERE,
-        env=os.environ | ONE_THREAD,
+        env=os.environ | ONE_THREAD | environment,
         start_new_session=True,  # a process group, so that nothing outlives it
     )
     try:

@@ -1,11 +1,15 @@
 """The models that every rank builds alike, and how a rank gets its part of one."""
 
 import importlib
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from velox_cache import QFiltersCalibration
 
@@ -56,3 +60,21 @@ def some_filters() -> QFiltersCalibration:
 def arguments() -> tuple[Any, ...]:
     """A rank's number, and what its script was given."""
     return (mx.distributed.init().rank(), *sys.argv[1:])
+
+
+def save_small_model(folder: Path) -> Path:
+    """The whole model as files that mlx_lm can load, with a tokenizer of one token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: CONFIG["vocab_size"]]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    weights = dict(tree_flatten(small_model("none").parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    for name, content in {
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+        "config.json": {"model_type": "qwen2", "eos_token_id": 0} | CONFIG,
+        "model.safetensors.index.json": {"weight_map": dict.fromkeys(weights, "model.safetensors")},
+    }.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder

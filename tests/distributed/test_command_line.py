@@ -1,0 +1,62 @@
+"""The velox command under mlx.launch: the same words, one voice."""
+
+import numpy as np
+import pytest
+from launching import launched, run
+from small_models import save_small_model
+
+from velox_cache import load_qfilters
+
+GENERATE = ["--method", "l2norm", "--budget", "16", "--prompt", "Once upon a time there was a machine", "--max-tokens"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def generated_alone(folder):
+    alone = run(["-m", "velox_cache", "generate", folder, *GENERATE, "12"])
+    assert alone.status == 0, alone.err
+    return alone.out
+
+
+@pytest.mark.parametrize("shard", ["heads", "layers"])
+def test_ranks_that_hold_a_model_together_print_its_text_once(folder, generated_alone, shard):
+    together = launched(2, "-m", "velox_cache", "generate", folder, *GENERATE, "12", "--shard", shard)
+    assert (together.status, together.out) == (0, generated_alone), together.err
+    assert together.err.count("tokens seen") == 1
+    assert "rank 0 of 2" in together.err
+
+
+def test_ranks_calibrate_together_and_one_of_them_says_so(folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("All work and no play makes a dull text. " * 20)
+    words = ["-m", "velox_cache", "calibrate", folder, "--text", text, "--sequence-length", 100, "-o"]
+    alone, together = run([*words, tmp_path / "alone.npz"]), launched(2, *words, tmp_path / "together.npz")
+    assert (alone.status, together.status) == (0, 0), alone.err + together.err
+    assert together.out == alone.out.replace("alone", "together")
+    one, two = (load_qfilters(tmp_path / f"{name}.npz").filters for name in ("alone", "together"))
+    for found, expected in zip(two, one, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_every_rank_tells_its_own_error_in_one_line(folder):
+    refused = launched(2, "-m", "velox_cache", "generate", folder, "--prompt", "-")
+    assert refused.status is not None
+    assert refused.out == ""
+    told = [line for line in refused.err.splitlines() if line.startswith("velox generate")]
+    assert told
+    assert all("stdin, which never ends under mlx.launch" in line for line in told)
+
+
+def test_a_process_by_itself_makes_no_group(monkeypatch):
+    import mlx.core as mx
+
+    from velox_cache import distributed
+
+    for name in ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(mx.distributed, "init", lambda: pytest.fail("made a group"))
+    assert distributed.world() is None

@@ -1,0 +1,75 @@
+"""What a rank's heads keep by themselves, and how heads are numbered, in one process."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from small_models import some_filters
+
+from velox_cache.layer_arguments import POOLS_HEADS, layer_arguments
+from velox_cache.model_shard import ModelShard
+from velox_fn import kept_positions
+from velox_fn.registry import METHODS, method_factory
+
+H, D, S = 4, 8, 40
+
+
+def kept(factory, heads, **arguments):
+    """Positions kept of one prompt by these of its heads."""
+    rng = np.random.default_rng(0)
+    keys, values = (mx.array(rng.standard_normal((1, H, S, D)), mx.float32) for _ in range(2))
+    queries = mx.array(rng.standard_normal((1, 2 * H, S, D)), mx.float32)
+    small = {"budget": 16, "obs_window": 4, "grace": 2}
+    known = factory.__kwdefaults__ or {}
+    method = factory(**{name: value for name, value in small.items() if name in known}, **arguments)
+    of_queries = slice(2 * heads.start, 2 * heads.stop)
+    state = method.init(1, heads.stop - heads.start, D)
+    for start, stop in ((0, 24), (24, 25), (25, S)):
+        state, _ = method.update(
+            state,
+            keys[:, heads, start:stop],
+            values[:, heads, start:stop],
+            queries=queries[:, of_queries, start:stop],
+        )
+    return np.array(kept_positions(state))[0]
+
+
+def halves(factory):
+    first = {"first_head": H // 2} if "first_head" in (factory.__kwdefaults__ or {}) else {}
+    return np.concatenate([kept(factory, slice(0, H // 2)), kept(factory, slice(H // 2, H), **first)])
+
+
+@pytest.mark.parametrize("name", [name for name, factory in METHODS.items() if factory not in POOLS_HEADS])
+def test_heads_that_are_apart_keep_what_they_keep_together(name):
+    factory = method_factory(name)
+    np.testing.assert_array_equal(halves(factory), kept(factory, slice(0, H)))
+
+
+@pytest.mark.parametrize("factory", POOLS_HEADS)
+def test_a_method_that_pools_heads_keeps_other_rows_of_heads_that_are_apart(factory):
+    assert (halves(factory) != kept(factory, slice(0, H))).any()
+
+
+@pytest.mark.parametrize("factory", POOLS_HEADS)
+def test_a_method_that_pools_heads_is_refused_where_they_are_apart(factory):
+    with pytest.raises(ValueError, match="spread over 2 ranks"):
+        layer_arguments(factory, {}, None, 0, None, ModelShard(head_parts=2))
+
+
+@pytest.mark.parametrize(("n_heads", "n_ranks"), [(8, 2), (3, 3), (12, 4), (5, 1)])
+def test_the_ranks_heads_are_all_heads_in_order(n_heads, n_ranks):
+    shards = [ModelShard(head_part=rank, head_parts=n_ranks) for rank in range(n_ranks)]
+    assert [head for shard in shards for head in range(n_heads)[shard.heads(n_heads)]] == list(range(n_heads))
+
+
+def test_more_ranks_than_heads_share_them_as_mlx_lm_repeats_them():
+    shards = [ModelShard(head_part=rank, head_parts=8) for rank in range(8)]
+    assert [list(range(2)[shard.heads(2)]) for shard in shards] == [[0]] * 4 + [[1]] * 4
+
+
+def test_a_stage_of_a_pipeline_gets_the_filters_and_budgets_of_its_own_layers():
+    shard = ModelShard(group=object(), first_layer=1, pipelined=True)
+    whole = some_filters()
+    for found, expected in zip(shard.calibration(whole, 2).filters, whole.filters[1:], strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert list(shard.budgets([12, 14, 16], 2)) == [14, 16]
+    assert [shard.budgets(lambda layer: 10 * layer, 2)(layer) for layer in range(2)] == [10, 20]
