@@ -6,6 +6,8 @@ worse than every token. Scores frozen in a rank hold +inf for sinks. Rows of the
 everything only at the moment of choosing, since the window moves.
 """
 
+from types import MappingProxyType
+
 import mlx.core as mx
 
 _LOW_BITS = 0xFFFFFFFF
@@ -14,11 +16,13 @@ _PADDING_SCORE = -0x80000000
 _INFINITY = 0x7F800000  # the bits of +inf; those that every number that is not finite has
 _MINUS_INFINITY = -0x7F800001  # -inf as _ordered has it
 _MINUS_ZERO = -1  # -0.0 likewise
-_BITS = {  # an integer type as wide, the bits without the sign, those of +inf
-    mx.float32: (mx.int32, 0x7FFFFFFF, 0x7F800000),
-    mx.float16: (mx.int16, 0x7FFF, 0x7C00),
-    mx.bfloat16: (mx.int16, 0x7FFF, 0x7F80),
-}
+_BITS = MappingProxyType(
+    {  # an integer type as wide, the bits without the sign, those of +inf
+        mx.float32: (mx.int32, 0x7FFFFFFF, 0x7F800000),
+        mx.float16: (mx.int16, 0x7FFF, 0x7C00),
+        mx.bfloat16: (mx.int16, 0x7FFF, 0x7F80),
+    }
+)
 _PROTECTED = 0x7FFFFFFFFFFFFFFF
 PADDING = (_PADDING_SCORE << 32) | (_MAX_POSITION + 1)  # the rank of every padding row
 
