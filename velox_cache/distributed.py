@@ -40,6 +40,11 @@ def as_rank_0_has_it(array: mx.array, group: Group) -> mx.array:
     return summed(array if group.rank() == 0 else mx.zeros_like(array, stream=mx.cpu), group)
 
 
+def on_all_ranks(yes: bool, group: Group | None) -> bool:
+    """Whether `yes` holds on every rank."""
+    return yes if group is None else "no" not in texts_of_all("" if yes else "no", group)
+
+
 def agreed_seed(group: Group) -> int:
     """A random seed, the same on all ranks."""
     return int(np.array(as_rank_0_has_it(mx.array([secrets.randbits(31)], mx.int32), group))[0])

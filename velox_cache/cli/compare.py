@@ -3,7 +3,7 @@
 The full cache runs first; on tasks that it cannot do itself, the methods do not run. Results land in the output folder
 cell by cell. An interrupted run goes on where it stopped, and a later one with more
 methods, budgets, texts or tasks measures only what is new. Beside the cells, the folder gets results.json, results.csv,
-results.md and figures.
+results.md and figures. Under mlx.launch the ranks, each with the whole model, share the measurements out.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from velox_cache.cli.model_argument import add_model_argument, load_model, model_id
+from velox_cache.ranks import launched_rank
 
 if TYPE_CHECKING:
     from velox_cache.evaluation.arms import Arm
@@ -55,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from velox_cache.cli.progress import progress_bar
+    from velox_cache.distributed import world
     from velox_cache.evaluation import measurements, report
     from velox_cache.evaluation.arms import FULL, cache_maker
     from velox_cache.evaluation.cells import Cells
@@ -76,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     name = model_id(arguments.model)
     folder = Path(arguments.out or f"compare-{name.replace('/', '--')}")
     folder.mkdir(parents=True, exist_ok=True)
-    calibration, digest = _calibration(arguments, model, tokenizer, name, folder)
+    group = world()
+    calibration, digest = _calibration(arguments, model, tokenizer, name, folder, group)
     contenders = [Contender(arm, cache_maker(model, arm, calibration)) for arm in (FULL, *arms)]
     wanted = measurements.reading(model, tokenizer, work)
     if work.texts and not arguments.no_heads:
@@ -89,11 +92,13 @@ def run(arguments: argparse.Namespace) -> int:
         def advance(what: str, n_tokens: int) -> None:
             bar.update(task, description=what, advance=n_tokens)
 
-        ceilings = compare(asked, contenders[:1], cells, advance)
+        ceilings = compare(asked, contenders[:1], cells, advance, group)
         can = report.task_verdicts(ceilings, FULL.label)
         wanted += [one for one in asked if can[one.subject] or arguments.all_tasks]
         left_out = [one for one in ceilings if not can[one.subject] and not arguments.all_tasks]
-        rows = compare(wanted, contenders, cells, advance) + left_out
+        rows = compare(wanted, contenders, cells, advance, group) + left_out
+    if launched_rank():
+        return 0
     about = {
         "model": name,
         "filters": {"tokens": calibration.n_tokens, "dataset": calibration.dataset, "digest": digest},
@@ -119,17 +124,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _calibration(arguments: argparse.Namespace, model: Any, tokenizer: Any, name: str, folder: Path) -> tuple[Any, str]:
+def _calibration(
+    arguments: argparse.Namespace, model: Any, tokenizer: Any, name: str, folder: Path, group: Any
+) -> tuple[Any, str]:
     """The filters to use, and a fingerprint of them. Those made here stay in the folder, for the next run."""
     import hashlib
 
     import numpy as np
 
     from velox_cache import calibrate, load_qfilters, save_qfilters
+    from velox_cache.distributed import on_all_ranks
     from velox_cache.embedded_text import SOURCE, calibration_texts
 
     own = folder / f"filters-{arguments.calibration_tokens}.npz"
-    if not arguments.filters and not own.exists():
+    if not arguments.filters and not on_all_ranks(own.exists(), group):
         made = calibrate(
             model,
             tokenizer,
@@ -137,6 +145,7 @@ def _calibration(arguments: argparse.Namespace, model: Any, tokenizer: Any, name
             max_tokens=arguments.calibration_tokens,
             model_id=name,
             dataset=SOURCE,
+            group=group,
         )
         save_qfilters(made, own)
     calibration = load_qfilters(arguments.filters or own)
