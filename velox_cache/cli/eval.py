@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from velox_cache.cli.method_arguments import METHOD_EXAMPLES, add_method_arguments, install_method, method_settings
 from velox_cache.cli.model_argument import add_model_argument, load_model
+from velox_cache.ranks import launched_rank
 
 if TYPE_CHECKING:
     from velox_cache.evaluation.arms import Arm
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     records, shown = _RUN[arguments.kind](arguments)
-    if arguments.json:
+    if arguments.json and not launched_rank():
         Path(arguments.json).write_text(json.dumps(records, indent=1))
     table = Table()
     for heading, value in shown[0].items():
