@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.server
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
@@ -47,6 +48,16 @@ class EvictingModelProvider(ModelProvider):
         self.is_batchable = all(hasattr(cache, "merge") for cache in make_prompt_cache(self.model))
 
 
+class ClosingGenerator(ResponseGenerator):
+    """mlx_lm's generation thread, which takes its streams down when it ends: left over, they abort the process."""
+
+    def _generate(self) -> None:
+        try:
+            super()._generate()
+        finally:
+            mx.clear_streams()
+
+
 class PromptPrefixes(LRUPromptCache):
     """mlx_lm's store of used prompt caches, which always leaves a token to run the model on.
 
@@ -76,14 +87,14 @@ def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> N
     Raises what loading or `install` raised, and ValueError for a draft model: speculative decoding needs a rollback.
     """
     provider: list[EvictingModelProvider] = []
-    generator: list[ResponseGenerator] = []
+    generator: list[ClosingGenerator] = []
 
     def make_provider(cli_args: argparse.Namespace) -> EvictingModelProvider:
         provider.append(EvictingModelProvider(cli_args, install))
         return provider[0]
 
-    def make_generator(*arguments: Any) -> ResponseGenerator:
-        generator.append(ResponseGenerator(*arguments))
+    def make_generator(*arguments: Any) -> ClosingGenerator:
+        generator.append(ClosingGenerator(*arguments))
         return generator[0]
 
     parts: dict[str, Callable[..., Any]] = {
