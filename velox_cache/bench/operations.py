@@ -44,7 +44,7 @@ def measure(plan: Plan) -> Iterator[Comparison]:
             yield decode_over_budget(shape, budget, plan.rounds)
             yield decode_under_budget(shape, budget, plan.rounds)
             if not plan.quick:
-                yield from decode_attention_scored(shape, budget, max(plan.rounds // 2, 5))
+                yield from decode_row_scored(shape, budget, max(plan.rounds // 2, 5))
         yield prefill(shape, min(plan.budgets), max(plan.rounds // 4, 5), static=True)
         if plan.quick:
             continue
@@ -76,16 +76,20 @@ def decode_under_budget(shape: Shape, n_seen: int, rounds: int) -> Comparison:
     return compare("decode under budget", f"{n_seen} rows, {shape}", arms, rounds=rounds, calls=5)
 
 
-def decode_attention_scored(shape: Shape, budget: int, rounds: int) -> Iterator[Comparison]:
-    """One token, methods that look at attention or at every row, beside the computation that they are named after."""
+def decode_row_scored(shape: Shape, budget: int, rounds: int) -> Iterator[Comparison]:
+    """One token, methods that score every row anew, each beside the computation that it cannot do without."""
     made = caches(shape, budget, static=False)
-    curdkv = {"eigen-solve": _eigen_solve(shape), "curdkv": decode_step(made.pop("curdkv"), shape, budget + 2)}
-    del made["RotatingKVCache"]
-    arms: dict[str, Call] = {"attention weights": _attention_weights(shape, budget)}
-    arms |= {label: decode_step(make, shape, budget + 2) for label, make in made.items()}
-    setting = f"budget {budget}, {shape}"
-    yield compare("decode, scored by attention", setting, arms, rounds=rounds, calls=3)
-    yield compare("decode, CurDKV", setting, curdkv, rounds=max(rounds // 2, 5))
+    steps = {label: decode_step(make, shape, budget + 2) for label, make in made.items()}
+    beside: tuple[tuple[str, Call, tuple[str, ...]], ...] = (
+        ("attention weights", _attention_weights(shape, budget), ("h2o", "tova", "snapkv")),
+        ("norms of all rows", _norms(shape, budget), ("cur",)),
+        ("quadratic form of all keys", _quadratic_form(shape, budget), ("expected_attention",)),
+        ("eigen-solve", _eigen_solve(shape), ("curdkv",)),
+    )
+    for label, floor, methods in beside:
+        arms = {label: floor, **{name: steps[name] for name in methods if name in steps}}
+        setting = f"budget {budget}, {shape}"
+        yield compare(f"decode over budget, beside {label}", setting, arms, rounds=rounds, calls=3)
 
 
 def prefill(shape: Shape, budget: int, rounds: int, *, static: bool) -> Comparison:
@@ -203,6 +207,23 @@ def _attention_weights(shape: Shape, budget: int) -> Call:
     queries, _ = shape.block(1)
     mx.eval(arrays(store))
     return lambda: mx.eval(attention_mass(observe_rows(store, queries)))
+
+
+def _norms(shape: Shape, budget: int) -> Call:
+    keys, values = shape.block(budget + 1)
+    return lambda: mx.eval([mx.square(rows.astype(mx.float32)).sum(-1) for rows in (keys, values)])
+
+
+def _quadratic_form(shape: Shape, budget: int) -> Call:
+    keys, _ = shape.block(budget + 1)
+    matrix = mx.random.normal((shape.batch, shape.n_kv_heads, shape.head_dim, shape.head_dim))
+    mx.eval(matrix)
+
+    def product() -> None:
+        exact = keys.astype(mx.float32)
+        mx.eval(((exact @ matrix) * exact).sum(-1))
+
+    return product
 
 
 def _eigen_solve(shape: Shape) -> Call:

@@ -25,7 +25,7 @@ class Report:
     """What one run measured, and where."""
 
     machine: dict[str, Any]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[Comparison, ...] = ()
     runs: tuple[Run, ...] = ()
     model: str | None = None
     format: int = field(default=FORMAT_VERSION, kw_only=True)

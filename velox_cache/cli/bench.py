@@ -38,10 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write."""
+    from collections.abc import Iterable
+    from dataclasses import replace
+
     import mlx.core as mx
     from rich.console import Console
 
-    from velox_cache.bench.end_to_end import end_to_end
+    from velox_cache.bench.end_to_end import Run, end_to_end
     from velox_cache.bench.figure import draw
     from velox_cache.bench.imports import import_costs
     from velox_cache.bench.operations import Plan, measure
@@ -51,37 +54,39 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)
-    before = None if arguments.against is None else read(arguments.against)
-    comparisons: list[Comparison] = []
+    earlier = None if arguments.against is None else read(arguments.against)
+    report = Report(machine(), model=arguments.model)
+
+    def add(comparisons: Iterable[Comparison], runs: Iterable[Run] = ()) -> None:
+        nonlocal report
+        for comparison in comparisons:
+            report = replace(report, comparisons=(*report.comparisons, comparison))
+            console.print(comparison_table(comparison))
+        for one in runs:
+            report = replace(report, runs=(*report.runs, one))
+        if arguments.json is not None:  # after each part: a run that is cut short leaves what it had
+            write(report, arguments.json)
+
     if not arguments.only_model:
         budgets = arguments.budgets or ((512,) if arguments.quick else (512, 2048))
         dtypes = tuple(getattr(mx, name) for name in arguments.dtypes)
-        plan = Plan(budgets, dtypes, arguments.batches, arguments.rounds, arguments.quick)
-        for comparison in measure(plan):
-            comparisons.append(comparison)
-            console.print(comparison_table(comparison))
+        add(measure(Plan(budgets, dtypes, arguments.batches, arguments.rounds, arguments.quick)))
         if not arguments.quick:
-            for comparison in import_costs(rounds=5):
-                comparisons.append(comparison)
-                console.print(comparison_table(comparison))
-    runs = []
+            add(import_costs(rounds=5))
     if arguments.model is not None:
         from velox_cache.cli.model_argument import load_model
         from velox_cache.qfilters_artifact import load_qfilters
 
         model, tokenizer = load_model(arguments.model)
         filters = None if arguments.filters is None else load_qfilters(arguments.filters)
-        budgets = arguments.budgets or (256, 512)
+        budgets = arguments.budgets or (512, 256)
         for one in end_to_end(model, tokenizer, budgets=budgets, rounds=3, filters=filters, advance=console.log):
-            runs.append(one)
-        console.print(runs_table(runs))
-    report = Report(machine(), tuple(comparisons), tuple(runs), arguments.model)
-    if arguments.json is not None:
-        write(report, arguments.json)
+            add((), (one,))
+        console.print(runs_table(report.runs))
     if arguments.plot is not None:
-        draw(comparisons, arguments.plot)
-    if before is not None:
-        for line in changes(report, before):
+        draw(report.comparisons, arguments.plot)
+    if earlier is not None:
+        for line in changes(report, earlier):
             console.print(line, soft_wrap=True, highlight=False)
     return 0
 
