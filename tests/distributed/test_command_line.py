@@ -1,11 +1,13 @@
 """The velox command under mlx.launch: the same words, one voice."""
 
+import json
+
 import numpy as np
 import pytest
 from launching import launched, run
-from small_models import save_small_model
+from small_models import save_small_model, some_filters
 
-from velox_cache import load_qfilters
+from velox_cache import load_qfilters, save_qfilters
 
 GENERATE = ["--method", "l2norm", "--budget", "16", "--prompt", "Once upon a time there was a machine", "--max-tokens"]
 
@@ -40,6 +42,32 @@ def test_ranks_calibrate_together_and_one_of_them_says_so(folder, tmp_path):
     one, two = (load_qfilters(tmp_path / f"{name}.npz").filters for name in ("alone", "together"))
     for found, expected in zip(two, one, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_ranks_compare_together_and_report_what_one_process_reports(folder, tmp_path):
+    text, filters = tmp_path / "text.txt", tmp_path / "filters.npz"
+    text.write_text("All work and no play makes a dull text. " * 20)
+    save_qfilters(some_filters(), filters)
+    options = [
+        "--methods",
+        "qfilters,l2norm",
+        "--budgets",
+        16,
+        "--tasks",
+        "none",
+        "--texts",
+        text,
+        "--filters",
+        filters,
+    ]
+    sizes = ["--context", 48, "--scored", 8, "--passages", 3, "--no-heads", "--no-figures", "--out"]
+    words = ["-m", "velox_cache", "compare", folder, *options, *sizes]
+    alone, together = run([*words, tmp_path / "alone"]), launched(2, *words, tmp_path / "together")
+    assert (alone.status, together.status) == (0, 0), alone.err + together.err
+    assert together.out == alone.out.replace("alone", "together")
+    one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("alone", "together"))
+    assert len(two["rows"]) == 9
+    assert two["rows"] == one["rows"]
 
 
 def test_every_rank_tells_its_own_error_in_one_line(folder):
