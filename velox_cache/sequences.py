@@ -41,6 +41,13 @@ class Sequences:
         """Physical rows that are tokens, a dead one included, per row of the batch."""
         return tuple(batch.real_rows(self.store, offset) for offset in self.offsets)
 
+    @property
+    def offset_per_row(self) -> tuple[int, ...]:
+        """Tokens seen, also where one offset stands for a batch in lockstep."""
+        if self.batched or self.record is None:
+            return self.offsets
+        return self.offsets * int(self.store.offset.shape[0])
+
     def real_tokens(self, n_tokens: int) -> tuple[int, ...]:
         """How many of the next tokens are real, per row."""
         if self.lengths is None:
@@ -62,7 +69,7 @@ class Sequences:
 
 def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
     """All rows of `parts` as one batch."""
-    offsets = tuple(offset for part in parts for offset in part.offsets)
+    offsets = tuple(offset for part in parts for offset in part.offset_per_row)
     lengths = tuple(length for part in parts for length in part.lengths or ())
     together = Sequences(
         offsets=offsets, batched=True, lengths=lengths if lengths and len(lengths) == len(offsets) else None

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+
 
 def whole_number(name: str, value: object, least: int) -> int:
     """`value` as an int of at least `least`; ValueError otherwise. Booleans and floats are refused."""
@@ -37,10 +39,15 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def block_dimensions(keys: mx.array, values: mx.array) -> None:
-    """ValueError unless keys and values have four dimensions each."""
+    """ValueError unless keys and values have four dimensions each, and a float type of at most 32 bits."""
     if keys.ndim != 4 or values.ndim != 4:
         raise ValueError(
             f"keys must be [B,H,S,D] and values [B,H,S,D_v], got shapes {tuple(keys.shape)} and {tuple(values.shape)}"
+        )
+    if keys.dtype not in FLOATS or values.dtype not in FLOATS:
+        raise ValueError(
+            f"keys and values must be float32, float16 or bfloat16, got {keys.dtype} and {values.dtype}; cast them, or "
+            "hand over the arrays before they are quantised"
         )
 
 

@@ -239,3 +239,8 @@ def test_caches_of_other_settings_do_not_share_a_batch():
         EvictingKVCache.merge([cache(), cache(budget=17)])
     with pytest.raises(ValueError, match="one method with one set of settings"):
         EvictingKVCache.merge([cache(), cache(filters=2 * mx.ones((H, D)))])
+
+
+def test_arrays_that_are_no_floats_are_refused():
+    with pytest.raises(ValueError, match=r"must be float32, float16 or bfloat16, got mlx\.core\.int32"):
+        cache().update_and_fetch(*(part.astype(mx.int32) for part in block(3)))

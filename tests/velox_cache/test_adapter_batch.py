@@ -207,3 +207,13 @@ def test_tokens_that_a_ragged_batch_takes_back_leave_nothing_behind():
     assert not np.isnan(
         attend(batch, *(np.ones((2, *s), np.float32) for s in ((H, 1, D), (H, 1, D_V), (2 * H, 1, D))))
     ).any()
+
+
+def test_batches_in_lockstep_merge_row_by_row():
+    one = EvictingKVCache(method({"filters": FILTERS}))
+    attend(one, *(np.concatenate(parts) for parts in zip(drawn(40, 0), drawn(40, 1), strict=True)))
+    other = EvictingKVCache(method({"filters": FILTERS}))
+    attend(other, *drawn(7, 2))
+    batch = EvictingKVCache.merge([one, other])
+    assert batch.offset.tolist() == [40, 40, 7]
+    assert_same(batch.extract(2), other)
