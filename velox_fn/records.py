@@ -60,12 +60,14 @@ def statics(state: Any) -> dict[str, Any]:
 
 
 def with_statics(state: _Record, fields: Mapping[str, Any]) -> _Record:
-    """`state` with its static fields replaced by `fields`, in the form of `statics(state)`."""
-    changes = {
-        name: with_statics(getattr(state, name), value) if isinstance(value, Mapping) else value
-        for name, value in fields.items()
-    }
-    return dataclasses.replace(state, **changes)  # type: ignore[type-var]
+    """`state` with its static fields replaced by `fields`, in the form of `statics(state)`, also after JSON."""
+    return replaced(state, **{name: _static(getattr(state, name), value) for name, value in fields.items()})
+
+
+def _static(part: Any, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return with_statics(part, value)
+    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples
 
 
 def replaced(state: _Record, **changes: Any) -> _Record:

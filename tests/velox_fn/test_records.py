@@ -1,11 +1,13 @@
 """Records and the boundary where their arrays are listed."""
 
 import dataclasses
+import json
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from velox_fn import streaming_llm
 from velox_fn.records import arrays, record, statics, with_arrays, with_statics
 
 
@@ -69,3 +71,9 @@ def test_a_record_compiles_through_its_arrays():
     state = outer()
     double = mx.compile(lambda leaves: arrays(with_arrays(state, [2 * leaf for leaf in leaves])))
     np.testing.assert_array_equal([leaf.item() for leaf in double(arrays(state))], [2, 4, 6, 8])
+
+
+def test_static_fields_come_back_from_json_as_they_were() -> None:
+    state = streaming_llm(budget=8).init(1, 1, 4)
+    again = with_statics(state, json.loads(json.dumps(statics(state))))
+    assert statics(again) == statics(state)
