@@ -207,6 +207,14 @@ def test_figures_are_drawn_for_what_there_is(tmp_path):
     assert [path.name for path in save_figures(ROWS[:3], "full cache", tmp_path, "m")] == ["perplexity.png"]
 
 
+def test_reading_refuses_an_arm_that_keeps_more_than_its_budget(tiny_model, tokenizer, tmp_path):
+    model, work = tiny_model(), Workload(texts=("code",), n_context=40, n_scored=4, n_passages=1)
+    warming = Arm("warming", "qfilters", {"budget": 16, "calib_tokens": 64})  # keeps all until it has seen 64 keys
+    ready = [Contender(arm, cache_maker(model, arm)) for arm in (FULL, warming)]
+    with pytest.raises(ValueError, match="warming keeps 43 of 43 rows"):
+        compare(reading(model, tokenizer, work), ready, Cells(tmp_path, {}))
+
+
 def test_passages_are_spread_from_first_to_last():
     assert passages(list(range(10)), 4, 2) == [[0, 1, 2, 3], [6, 7, 8, 9]]
     assert passages(list(range(10)), 4, 1) == [[0, 1, 2, 3]]

@@ -4,6 +4,7 @@ import random
 import re
 
 import pytest
+from letters import Letters
 
 from velox_cache.adapter import EvictingKVCache
 from velox_cache.evaluation.arms import FULL, Arm, cache_maker
@@ -19,26 +20,6 @@ from velox_cache.evaluation.tasks import TASKS
 from velox_cache.evaluation.tasks.task import TaskPrompt, inserted, make_prompt, score_reply
 
 FILLER = " ".join(f"Sentence number {i} says little." for i in range(200))
-
-
-class Letters:
-    """A tokenizer of one token per character, with or without a chat template."""
-
-    eos_token_ids = frozenset({0})
-
-    def __init__(self, has_chat_template: bool = False) -> None:
-        self.has_chat_template = has_chat_template
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [1] * add_special_tokens + [ord(character) % 96 + 1 for character in text]
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(chr(token - 1 + (96 if token < 32 else 0)) for token in tokens if token > 1)
-
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize) -> str:
-        assert add_generation_prompt
-        assert not tokenize
-        return f"<user>{messages[0]['content']}</user><assistant>"
 
 
 def a_prompt(name: str, seed: int) -> TaskPrompt:

@@ -53,6 +53,8 @@ def reading(model: nn.Module, tokenizer: TokenizerWrapper, work: Workload) -> li
             def read(contenders: Sequence[Contender], advance: Advance, passage: list[int] = passage) -> list[Any]:
                 makers = [one.make for one in contenders]
                 readings = read_arms(model, passage, makers, n_context=work.n_context, advance=advance)
+                for one, usage in zip(contenders, (one.usage for one in readings), strict=True):
+                    _check_rows(one, usage)
                 return [
                     {
                         "perplexity": one.perplexity,
@@ -147,6 +149,15 @@ def kept_map(prompt_cache: Sequence[Any], n_tokens: int) -> list[list[float]]:
             positions = np.array(kept_positions(cache.record)[0])
             shares.append(np.mean([np.isin(np.arange(n_tokens), head) for head in positions], axis=0).round(3).tolist())
     return shares
+
+
+def _check_rows(contender: Contender, usage: CacheUsage) -> None:
+    budget = contender.settings.get("budget")
+    if budget is not None and usage.rows_kept != min(budget, usage.tokens_seen):
+        raise ValueError(
+            f"{contender.arm.label} keeps {usage.rows_kept} of {usage.tokens_seen} rows at budget {budget}: its "
+            "numbers would not be those of its budget"
+        )
 
 
 def _rounded(values: np.ndarray[Any, Any]) -> Any:
