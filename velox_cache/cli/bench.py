@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="turns that each cache takes (default: 40)")
     parser.add_argument("--model", metavar="MODEL", help="run this model end to end as well")
     parser.add_argument("--filters", metavar="FILE", help="Q-Filters for MODEL (default: from its first keys)")
+    parser.add_argument(
+        "--model-rounds", type=int, default=3, metavar="N", help="runs of the caches that take turns (default: 3)"
+    )
     parser.add_argument("--only-model", action="store_true", help="nothing but the model's runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios there")
@@ -80,8 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
         model, tokenizer = load_model(arguments.model)
         filters = None if arguments.filters is None else load_qfilters(arguments.filters)
         budgets = arguments.budgets or (512, 256)
-        for one in end_to_end(model, tokenizer, budgets=budgets, rounds=3, filters=filters, advance=console.log):
-            add((), (one,))
+        rounds = arguments.model_rounds
+        add((), end_to_end(model, tokenizer, budgets=budgets, rounds=rounds, filters=filters, advance=console.log))
         console.print(runs_table(report.runs))
     if arguments.plot is not None:
         draw(report.comparisons, arguments.plot)
