@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 MKL := $(CURDIR)/.venv/lib/libmkl_rt.so.3
 PRELOAD := if [ -e "$(MKL)" ]; then export LD_PRELOAD="$(MKL)"; fi;
 
-.PHONY: demo test check lint types install clean
+.PHONY: demo test check lint types install bench bench-peers clean
 
 demo: $(INSTALLED)
 	@$(PRELOAD) $(BIN)/velox demo
@@ -25,6 +25,19 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
+bench: $(INSTALLED)
+	@$(PRELOAD) $(BIN)/velox bench $(BENCH)
+
+# The peer package lives in an environment of its own; both sides take turns within one run there.
+PEERS := .venv-peers
+bench-peers: $(PEERS)/.installed
+	@$(PRELOAD) $(PEERS)/bin/velox bench $(BENCH)
+
+$(PEERS)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/pip install --quiet --disable-pip-version-check -e '.[plots]' veloxquant-mlx
+	@touch $@
+
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
@@ -36,5 +49,5 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
