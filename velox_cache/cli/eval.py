@@ -12,6 +12,7 @@ from velox_cache.cli.model_argument import add_model_argument, load_model
 from velox_cache.ranks import launched_rank
 
 if TYPE_CHECKING:
+    from velox_cache.evaluation.arm_readings import ArmReading
     from velox_cache.evaluation.arms import Arm
 
 Records = list[dict[str, Any]]
@@ -25,6 +26,7 @@ EXAMPLES = f"""examples:
   velox eval memory smollm2-135m --method streaming_llm --budget 512
   velox eval synthetic qfilters
   velox eval synthetic curdkv
+  velox eval curdkv smollm2-135m --budget 256 --context 768 --filters filters.npz
 
 {METHOD_EXAMPLES}"""
 
@@ -40,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind.add_argument("--context", type=int, default=512, metavar="N", help="tokens read (default: 512)")
         if takes_method:
             add_method_arguments(kind)
-        if name in ("perplexity", "fidelity", "recency"):
+        if name == "curdkv":
+            kind.add_argument("--budget", type=int, default=256, metavar="N", help="rows kept (default: 256)")
+            kind.add_argument("--filters", metavar="FILE", help="filters of `velox calibrate`, for the Q-Filters arm")
+            kind.add_argument("--by-token", action="store_true", help="also score token by token; slow")
+        if name in ("perplexity", "fidelity", "recency", "curdkv"):
             kind.add_argument("--scored", type=int, default=96, metavar="N", help="tokens predicted (default: 96)")
         if name == "attention":
             kind.add_argument("--filters", required=True, metavar="FILE", help="filters of `velox calibrate`")
@@ -123,17 +129,37 @@ def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:
     calibration = load_qfilters(arguments.filters) if arguments.filters else None
     tokens = _tokens(arguments, tokenizer, arguments.context + arguments.scored)
     makers = [cache_maker(model, arm, calibration) for arm in (FULL, *arms)]
-    rows: Records = [
-        {
-            "cache": arm.label,
-            "rows kept": one.usage.rows_kept,
-            "perplexity": one.perplexity,
-            "KL to full": one.fidelity.kl_divergence,
-            "same next token": one.fidelity.agreement,
-        }
-        for arm, one in zip((FULL, *arms), read_arms(model, tokens, makers, n_context=arguments.context), strict=True)
-    ]
+    found = read_arms(model, tokens, makers, n_context=arguments.context)
+    rows = [_reading_row(arm.label, one) for arm, one in zip((FULL, *arms), found, strict=True)]
     return rows, rows
+
+
+def _curdkv(arguments: argparse.Namespace) -> Result:
+    from velox_cache import load_qfilters
+    from velox_cache.evaluation.curdkv_variants import curdkv_variants
+
+    model, tokenizer = load_model(arguments.model)
+    calibration = load_qfilters(arguments.filters) if arguments.filters else None
+    found = curdkv_variants(
+        model,
+        _tokens(arguments, tokenizer, arguments.context + arguments.scored),
+        arguments.budget,
+        n_context=arguments.context,
+        calibration=calibration,
+        by_token=arguments.by_token,
+    )
+    rows = [_reading_row(label, one) for label, one in found.items()]
+    return rows, rows
+
+
+def _reading_row(label: str, one: "ArmReading") -> dict[str, Any]:
+    return {
+        "cache": label,
+        "rows kept": one.usage.rows_kept,
+        "perplexity": one.perplexity,
+        "KL to full": one.fidelity.kl_divergence,
+        "same next token": one.fidelity.agreement,
+    }
 
 
 def _prefill(arguments: argparse.Namespace) -> Result:
@@ -244,6 +270,7 @@ _KINDS: Mapping[str, tuple[str, bool, bool]] = MappingProxyType(
         "recency": ("how many recent rows to protect, at a budget", True, True),
         "prefill": ("prefill at once against chunks, of the cache alone: kept rows and time", False, True),
         "memory": ("bytes and peak memory against the full cache", True, True),
+        "curdkv": ("CurDKV's variants next to Q-Filters and H2O: true queries or keys, blocks or tokens", True, False),
         "synthetic": ("made-up keys of known geometry; needs no model", False, False),
     }
 )
@@ -257,6 +284,7 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
         "recency": _recency,
         "prefill": _prefill,
         "memory": _memory,
+        "curdkv": _curdkv,
         "synthetic": _synthetic,
     }
 )
