@@ -39,8 +39,8 @@ def kept(state, head=0, batch=0):
     return np.array(kept_positions(state))[batch, head].tolist()
 
 
-def scores(state, head=0):
-    return np.array(rank_scores(kept_rows(state.store).ranks))[0, head]
+def scores(state, head=0, batch=0):
+    return np.array(rank_scores(kept_rows(state.store).ranks))[batch, head]
 
 
 def oracles(keys, values, queries, blocks, **settings):
@@ -257,6 +257,8 @@ def test_padded_rows_keep_what_they_would_keep_alone(granularity, window):
         alone = run(*(x[b : b + 1, :, :n] for x in (keys, values, queries)), **settings)
         for head in range(2):
             assert [p for p in kept(state, head, b) if p >= 0] == kept(alone, head)
+            np.testing.assert_allclose(scores(state, head, b)[:12], scores(alone, head), atol=1e-5)
+    assert state.store.offset.tolist() == lengths
 
 
 @pytest.mark.parametrize("granularity", ["token", "block"])

@@ -64,6 +64,13 @@ def test_kept_rows_and_scores_equal_a_loop_written_out(groups, splits):
         np.testing.assert_allclose(scores(state, head)[2:], expected[2:], rtol=1e-4)
 
 
+def test_a_block_of_more_queries_than_are_held_at_once_is_scored_as_one():
+    keys, values, queries = tokens(300)
+    state = run(keys, values, queries, budget=400)
+    _, expected = loop(keys[0, 0], queries[0, :1], [300], budget=400)
+    np.testing.assert_allclose(scores(state)[2:], expected[2:], rtol=1e-4)
+
+
 def test_keys_stand_in_for_queries():
     keys, values, _ = tokens(50, seed=1)
     assert kept(run(keys, values)) == kept(run(keys, values, keys))
