@@ -69,7 +69,10 @@ def save_small_model(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    weights = dict(tree_flatten(small_model("none").parameters()))
+    weights = {  # large projections, so that the text does not repeat one letter
+        name: 4 * array if "proj.weight" in name else array
+        for name, array in tree_flatten(small_model("none").parameters())
+    }
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     for name, content in {
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},

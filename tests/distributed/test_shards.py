@@ -60,3 +60,15 @@ def test_a_rank_holds_the_bytes_of_its_own_heads_only(kept):
     shared = 4  # the offset, an int32 that each rank has
     for rank in kept("heads", "qfilters"):
         np.testing.assert_array_equal((rank["held"] - shared) * N_RANKS, whole["held"] - shared)
+
+
+@pytest.mark.real_model
+def test_three_ranks_of_one_head_each_do_what_smollm2_does(tmp_path, smollm2_path):
+    alone = run(["real_heads.py", tmp_path, smollm2_path, "none"])
+    together = launched(3, "real_heads.py", tmp_path, smollm2_path, "heads", seconds=280)
+    assert (alone.status, together.status) == (0, 0), alone.err + together.err
+    whole = np.load(tmp_path / "none_0.npz")
+    ranks = [np.load(tmp_path / f"heads_{rank}.npz") for rank in range(3)]
+    np.testing.assert_array_equal(np.concatenate([rank["kept"] for rank in ranks], axis=1), whole["kept"])
+    for rank in ranks:
+        np.testing.assert_allclose(rank["logits"], whole["logits"], atol=1e-3)
