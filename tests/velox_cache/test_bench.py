@@ -27,6 +27,9 @@ class Clock:
     def perf_counter(self):
         return self.now
 
+    def process_time(self):
+        return self.now / 4
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -50,6 +53,12 @@ def test_a_ratio_is_that_of_the_medians(clock):
     arms = {"one": taking(clock, [9, 9, 1, 2, 3]), "other": taking(clock, [9, 9, 8, 4, 100])}
     other = compare("", "", arms, rounds=3).timings[1]
     assert (other.median_us, other.ratio) == (8e6, 4.0)
+
+
+def test_processor_time_is_told_apart_from_the_clock(clock):
+    arms = {"one": taking(clock, [9, 9, 1, 2, 3]), "other": taking(clock, [9, 9, 8, 4, 100])}
+    other = compare("", "", arms, rounds=3).timings[1]
+    assert (other.cpu_us, other.cpu_ratio) == (pytest.approx(2e6), pytest.approx(4.0))
 
 
 def test_the_spread_is_that_of_the_rounds_own_ratios(clock):
@@ -117,7 +126,8 @@ def test_bytes_of_a_row_are_those_of_key_and_value_in_all_heads():
 
 
 def report_of(ratio, label="qfilters"):
-    timings = (Timing("RotatingKVCache", 10.0, 1.0, 1.0, 1.0), Timing(label, 10.0 * ratio, ratio, ratio, ratio))
+    reference = Timing("RotatingKVCache", 10.0, 1.0, 1.0, 1.0, 10.0, 1.0)
+    timings = (reference, Timing(label, 10.0 * ratio, ratio, ratio, ratio, 10.0 * ratio, ratio))
     return Report({"cores": 2}, (Comparison("decode over budget", "budget 512", timings),))
 
 

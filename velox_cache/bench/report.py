@@ -75,11 +75,18 @@ def comparison_table(comparison: Comparison) -> Table:
     """One comparison."""
     table = Table(title=f"{comparison.name}: {comparison.setting}", title_justify="left")
     table.add_column("")
-    for heading in ("us", "ratio", "quartiles"):
+    for heading in ("us", "ratio", "quartiles", "CPU us", "CPU ratio"):
         table.add_column(heading, justify="right")
     for timing in comparison.timings:
         spread = f"{timing.ratio_low:.2f} - {timing.ratio_high:.2f}"
-        table.add_row(timing.label, f"{timing.median_us:,.0f}", f"{timing.ratio:.2f}", spread)
+        table.add_row(
+            timing.label,
+            f"{timing.median_us:,.0f}",
+            f"{timing.ratio:.2f}",
+            spread,
+            f"{timing.cpu_us:,.0f}",
+            f"{timing.cpu_ratio:.2f}",
+        )
     return table
 
 
@@ -116,16 +123,16 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def changes(now: Report, before: Report) -> Iterator[str]:
-    """A line for each ratio that both reports hold; conspicuous ones are marked, no more."""
+    """A line for each ratio of processor times that both reports hold; conspicuous ones are marked, no more."""
     earlier = {
-        (one.name, one.setting, timing.label): timing.ratio for one in before.comparisons for timing in one.timings
+        (one.name, one.setting, timing.label): timing.cpu_ratio for one in before.comparisons for timing in one.timings
     }
     for one in now.comparisons:
         for timing in one.timings[1:]:
             old = earlier.get((one.name, one.setting, timing.label))
             if old is not None:
-                mark = "  <-- slower, look again" if timing.ratio > CONSPICUOUS * old else ""
-                yield f"{one.name}, {one.setting}, {timing.label}: {timing.ratio:.2f} ({old:.2f} committed){mark}"
+                mark = "  <-- slower, look again" if timing.cpu_ratio > CONSPICUOUS * old else ""
+                yield f"{one.name}, {one.setting}, {timing.label}: {timing.cpu_ratio:.2f} ({old:.2f} committed){mark}"
 
 
 def _version(package: str) -> str | None:

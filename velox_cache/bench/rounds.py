@@ -1,6 +1,7 @@
 """Timing several ways to do the same thing in turn, so that what disturbs the machine disturbs all of them."""
 
 import random
+import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,13 +12,19 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """One arm of a comparison. Times in microseconds of one call; ratios are to the reference of the same round."""
+    """One arm of a comparison. Times in microseconds of one call; ratios are to the reference.
+
+    On a busy machine the times by the clock are those of the neighbours. The processor's time hardly notices them, and
+    on an idle machine it says the same of work on one core; of work on a GPU it says nothing.
+    """
 
     label: str
     median_us: float
     ratio: float  # of medians
     ratio_low: float  # lower and upper quartile of the rounds' own ratios
     ratio_high: float
+    cpu_us: float  # median processor time of all threads, and of processes started
+    cpu_ratio: float
 
 
 @dataclass(frozen=True)
@@ -41,21 +48,36 @@ def compare(name: str, setting: str, arms: Mapping[str, Call], *, rounds: int, c
     for call in arms.values():
         for _ in range(2):  # the first call compiles
             call()
-    order, draw = list(arms), random.Random(0)
+    order, draw, reference = list(arms), random.Random(0), next(iter(arms))
     seconds: dict[str, list[float]] = {label: [] for label in arms}
+    busy: dict[str, list[float]] = {label: [] for label in arms}
     for _ in range(rounds):
         draw.shuffle(order)
         for label in order:
             call = arms[label]
-            start = time.perf_counter()
+            start, started = time.perf_counter(), _processor_seconds()
             for _ in range(calls):
                 call()
             seconds[label].append((time.perf_counter() - start) / calls)
-    reference = seconds[next(iter(arms))]
-    return Comparison(name, setting, tuple(_timing(label, seconds[label], reference) for label in arms))
+            busy[label].append((_processor_seconds() - started) / calls)
+    return Comparison(name, setting, tuple(_timing(label, seconds, busy, reference) for label in arms))
 
 
-def _timing(label: str, seconds: list[float], reference: list[float]) -> Timing:
-    ratios = [one / other for one, other in zip(seconds, reference, strict=True)]
+def _timing(label: str, seconds: dict[str, list[float]], busy: dict[str, list[float]], reference: str) -> Timing:
+    ratios = [one / other for one, other in zip(seconds[label], seconds[reference], strict=True)]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
-    return Timing(label, 1e6 * median(seconds), median(seconds) / median(reference), low, high)
+    wall, cpu = median(seconds[label]), median(busy[label])
+    return Timing(
+        label,
+        1e6 * wall,
+        wall / median(seconds[reference]),
+        low,
+        high,
+        1e6 * cpu,
+        cpu / max(median(busy[reference]), 1e-9),
+    )
+
+
+def _processor_seconds() -> float:
+    started = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + started.ru_utime + started.ru_stime
