@@ -1,5 +1,6 @@
 """Runs a captured kernel on the CPU, in a process of its own, under several schedules and poisons."""
 
+import os
 import struct
 import subprocess
 from collections.abc import Callable, Sequence
@@ -75,7 +76,9 @@ def _outputs(kernel: CapturedKernel, program: Path, runs: Sequence[Run]) -> list
     request += b"".join(struct.pack("<Q", size) for size in [*map(len, inputs), *sizes])
     request += b"".join(inputs)
     request += b"".join(struct.pack("<3I", run.schedule, run.seed, run.poison) for run in runs)
-    result = subprocess.run([program], input=request, capture_output=True, check=False, timeout=120)
+    # The sanitizers must be the first library; one preloaded for Python's sake (a BLAS) is not for these programs.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    result = subprocess.run([program], input=request, capture_output=True, check=False, timeout=120, env=environment)
     if result.returncode != 0:
         raise KernelFaultError(f"exit status {result.returncode}: {result.stderr.decode(errors='replace')[-4000:]}")
     answers = {result.stdout[i * sum(sizes) : (i + 1) * sum(sizes)] for i in range(len(runs))}
