@@ -1,7 +1,5 @@
 """Anisotropy, attention correlation, chunked prefill, memory, and made-up geometry, each against a known answer."""
 
-import re
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -162,9 +160,8 @@ def test_the_key_svd_direction_finds_the_planted_axis_but_one_sign_alone_does_no
 def test_no_arm_wins_by_much_where_no_direction_means_anything(synthetic):
     isotropic = [one for one in synthetic if one.geometry == "isotropic" and one.arm.startswith("sign")]
     assert abs(np.mean([one.against_random / one.perturbation for one in isotropic])) < 0.1
-    assert all(np.isnan(one.filter_cosine) for one in isotropic)
+    assert all(one.filter_cosine is None for one in isotropic)
 
 
 def test_synthetic_numbers_are_the_same_twice(synthetic):
-    again = synthetic_qfilters((256,), (64,), n_seeds=3)
-    assert re.sub("nan", "0", str(again)) == re.sub("nan", "0", str(synthetic))
+    assert synthetic_qfilters((256,), (64,), n_seeds=3) == synthetic

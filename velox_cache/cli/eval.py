@@ -228,7 +228,7 @@ def _synthetic_qfilters() -> Result:
                 "arm": arm,
                 "perturbation": float(np.mean([one.perturbation for one in of])),
                 "better than random by": float(np.mean([one.against_random for one in of])),
-                "filter cosine": float(np.mean([one.filter_cosine for one in of])),
+                "filter cosine": "-" if geometry == "isotropic" else float(np.mean([one.filter_cosine for one in of])),
             }
         )
     return [dataclasses.asdict(one) for one in found], rows

@@ -34,7 +34,7 @@ class SyntheticRow:
     arm: str
     perturbation: float
     against_random: float  # random's perturbation minus this one; positive is better than random
-    filter_cosine: float  # mean |cosine| of the key-SVD direction with the planted axis; NaN where none is planted
+    filter_cosine: float | None  # mean |cosine| of the key-SVD direction with the planted axis, where there is one
 
 
 def synthetic_qfilters(
@@ -86,7 +86,7 @@ def _draw(geometry: str, n_tokens: int, budget: int, seed: int) -> list[Syntheti
     }
     found = {name: perturbation(method, keys, values, queries) for name, method in methods.items()}
     found["best of signs"] = min(found["sign=+1"], found["sign=-1"])
-    cosine = float("nan")
+    cosine = None
     if geometry == "paper_like":
         direction = np.array(estimate_filter_dir(keys[0, :, :CALIB_TOKENS]))
         cosine = float(np.abs((direction * axes).sum(-1)).mean())
