@@ -77,9 +77,9 @@ def test_numbers_of_other_conditions_are_not_reused(tmp_path, change):
 def test_changed_defaults_of_a_method_are_other_conditions(tmp_path, tiny_model):
     model, counted = tiny_model(), Counted()
     full = Contender(FULL, cache_maker(model, FULL))
-    explicit = Arm("a", "l2norm", {"budget": 8, "recent": 1})
-    for arm in (A, explicit):  # A leaves recent to install's default, which is 2 here
-        compare([counted.measurement], [full, Contender(arm, cache_maker(model, arm))], Cells(tmp_path, {}))
+    once, later = (Arm("a", "l2norm", {"budget": 8, "recent": recent}) for recent in (1, 2))
+    for default in (once, later):  # A leaves recent to install
+        compare([counted.measurement], [full, Contender(A, cache_maker(model, default))], Cells(tmp_path, {}))
     assert len(counted.ran) == 2
 
 
