@@ -34,7 +34,7 @@ def row_limits(budget: object, n_sink: object, recent: object, recent_name: str 
 
 def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     """ValueError unless `value` is among `allowed`."""
-    if value not in allowed:
+    if not any(value == choice and type(value) is type(choice) for choice in allowed):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 

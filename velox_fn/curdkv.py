@@ -16,13 +16,15 @@ win, by its place.
 """
 
 import dataclasses
+import functools
+from typing import Any
 
 import mlx.core as mx
 
 from velox_fn import checks, landing
 from velox_fn.attention import attention_mass, observe_rows
 from velox_fn.dynamic import dynamic_eviction, land, with_scores
-from velox_fn.eviction import Eviction
+from velox_fn.eviction import Eviction, Init
 from velox_fn.leverage import (
     gram,
     leading_directions,
@@ -154,7 +156,7 @@ def curdkv(
     solver: str = "subspace",
 ) -> Eviction:
     """The CurDKV method with these settings; arguments and errors as for `curdkv_init`."""
-    settings = {
+    settings: dict[str, Any] = {
         "budget": budget,
         "n_sink": n_sink,
         "recent": recent,
@@ -165,25 +167,7 @@ def curdkv(
         "solver": solver,
     }
 
-    def init(
-        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
-    ) -> CurDKVState:
-        return curdkv_init(
-            batch,
-            n_kv_heads,
-            head_dim,
-            value_dim,
-            dtype,
-            budget=budget,
-            n_sink=n_sink,
-            recent=recent,
-            rank_cap=rank_cap,
-            granularity=granularity,
-            window=window,
-            mean=mean,
-            solver=solver,
-        )
-
+    init: Init = functools.partial(curdkv_init, **settings)
     init(1, 1, 1)  # refuses settings that cannot work
     return dynamic_eviction("curdkv", init, curdkv_observe, settings)
 

@@ -16,7 +16,7 @@ from velox_fn.attention import Observed
 from velox_fn.eviction import Eviction, Init, Observation
 from velox_fn.records import arrays, record
 from velox_fn.rows import Rows, View, arriving_positions
-from velox_fn.store import Store, check_block, used_rows
+from velox_fn.store import Store, check_block, init_store, used_rows
 
 
 @record
@@ -24,6 +24,18 @@ class DynamicState:
     """The state of a method that needs nothing but the scores in its rows."""
 
     store: Store
+
+
+def dynamic_init(*, budget: int, n_sink: int, recent: int) -> Init:
+    """The `init` of a method whose state is a DynamicState."""
+
+    def init(
+        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
+    ) -> DynamicState:
+        store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent)
+        return DynamicState(store=store)
+
+    return init
 
 
 Land = Callable[[Any, mx.array, mx.array, mx.array | None], tuple[Any, View]]

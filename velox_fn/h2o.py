@@ -16,9 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from velox_fn import checks, store
+from velox_fn import checks
 from velox_fn.attention import attention_mass, observe_rows
-from velox_fn.dynamic import DynamicState, dynamic_eviction, land, rescore
+from velox_fn.dynamic import DynamicState, dynamic_eviction, dynamic_init, land, rescore
 from velox_fn.eviction import Eviction
 from velox_fn.renumber import gap_free, gap_free_view, renumbering
 from velox_fn.rope import RopeSpec
@@ -44,15 +44,7 @@ def h2o(
     budget, n_sink, grace = checks.row_limits(budget, n_sink, grace, recent_name="grace")
     spec = renumbering(renumber, rope, rope_base)
 
-    def init(
-        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
-    ) -> DynamicState:
-        return DynamicState(
-            store=store.init_store(
-                batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=grace
-            )
-        )
-
+    init = dynamic_init(budget=budget, n_sink=n_sink, recent=grace)
     settings = {
         "budget": budget,
         "n_sink": n_sink,

@@ -18,12 +18,12 @@ import dataclasses
 import mlx.core as mx
 
 from velox_fn import checks, select
-from velox_fn.dynamic import DynamicState, land, with_scores
+from velox_fn.dynamic import DynamicState, dynamic_init, land, with_scores
 from velox_fn.eviction import Eviction
 from velox_fn.landing import tied
 from velox_fn.rows import View
 from velox_fn.static import Params, static_eviction
-from velox_fn.store import init_store, used_rows
+from velox_fn.store import used_rows
 
 _LEAST_NORM = 1e-30
 
@@ -51,12 +51,7 @@ def keydiff(
         raise ValueError(f"rollback={rollback} needs mean_keys: without them every new key changes all scores")
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
 
-    def init(
-        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
-    ) -> DynamicState:
-        store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent)
-        return DynamicState(store=store)
-
+    init = dynamic_init(budget=budget, n_sink=n_sink, recent=recent)
     settings = {"budget": budget, "n_sink": n_sink, "recent": recent}
     return Eviction(init, _running_update, "keydiff", settings, static=False)
 

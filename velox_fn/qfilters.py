@@ -11,15 +11,16 @@ it that matters: that fallback's sign is arbitrary, and `sign=-1` is a real alte
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import mlx.core as mx
 
 from metal_src import qfilters_score
 from velox_fn import checks
-from velox_fn.eviction import Eviction
-from velox_fn.fused_evict import resolve_metal
+from velox_fn.eviction import Eviction, Init
 from velox_fn.key_svd import warm_up
 from velox_fn.records import record, replaced
 from velox_fn.rows import View
@@ -128,34 +129,7 @@ def qfilters(
 
     Also raises ValueError when `filters` is not a finite 2-D array.
     """
-    checks.row_limits(budget, n_sink, recent)
-    checks.one_of("sign", sign, (1, -1))
-    checks.whole_number("calib_tokens", calib_tokens, 2)
-    checks.whole_number("rollback", rollback, 0)
-    resolve_metal(use_metal_kernels)
-    if filters is not None:
-        checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
-
-    def init(
-        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
-    ) -> QFiltersState:
-        return qfilters_init(
-            batch,
-            n_kv_heads,
-            head_dim,
-            value_dim,
-            dtype,
-            budget=budget,
-            n_sink=n_sink,
-            recent=recent,
-            sign=sign,
-            calib_tokens=calib_tokens,
-            filters=filters,
-            rollback=rollback,
-            use_metal_kernels=use_metal_kernels,
-        )
-
-    settings = {
+    settings: dict[str, Any] = {
         "budget": budget,
         "n_sink": n_sink,
         "recent": recent,
@@ -163,6 +137,12 @@ def qfilters(
         "sign": sign,
         "calib_tokens": calib_tokens,
     }
+    n_kv_heads, head_dim = 1, 1
+    if filters is not None:
+        checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
+        n_kv_heads, head_dim = filters.shape
+    init: Init = functools.partial(qfilters_init, **settings, filters=filters, use_metal_kernels=use_metal_kernels)
+    init(1, n_kv_heads, head_dim)  # refuses settings that cannot work
     return Eviction(init, qfilters_update, "qfilters", settings, {} if filters is None else {"filters": filters})
 
 

@@ -15,9 +15,9 @@ import dataclasses
 
 import mlx.core as mx
 
-from velox_fn import checks, store
+from velox_fn import checks
 from velox_fn.attention import attention_mass, observe_rows
-from velox_fn.dynamic import DynamicState, dynamic_eviction, rescore
+from velox_fn.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.eviction import Eviction
 from velox_fn.observation_window import last_queries
 from velox_fn.rows import temporal_order
@@ -34,14 +34,7 @@ def snapkv(*, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: 
     if checks.whole_number("kernel", kernel, 1) % 2 == 0:
         raise ValueError(f"kernel must be odd, so that a row stands in the middle of its neighbours, got {kernel}")
 
-    def init(
-        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
-    ) -> DynamicState:
-        return DynamicState(
-            store=store.init_store(
-                batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=obs_window
-            )
-        )
+    init = dynamic_init(budget=budget, n_sink=n_sink, recent=obs_window)
 
     def observe(
         state: DynamicState, queries: mx.array, scale: float | None = None, valid: mx.array | None = None

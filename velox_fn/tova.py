@@ -12,9 +12,9 @@ import dataclasses
 
 import mlx.core as mx
 
-from velox_fn import checks, store
+from velox_fn import checks
 from velox_fn.attention import attention_mass, observe_rows
-from velox_fn.dynamic import DynamicState, dynamic_eviction, rescore
+from velox_fn.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.eviction import Eviction
 from velox_fn.observation_window import last_queries
 
@@ -23,15 +23,7 @@ def tova(*, budget: int = 512, n_sink: int = 4) -> Eviction:
     """The TOVA method. ValueError on counts that cannot work."""
     budget, n_sink, _ = checks.row_limits(budget, n_sink, 0)
 
-    def init(
-        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
-    ) -> DynamicState:
-        return DynamicState(
-            store=store.init_store(
-                batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=0
-            )
-        )
-
+    init = dynamic_init(budget=budget, n_sink=n_sink, recent=0)
     return dynamic_eviction("tova", init, tova_observe, {"budget": budget, "n_sink": n_sink})
 
 
