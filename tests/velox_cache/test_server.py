@@ -34,7 +34,7 @@ class Server:
 
     def __init__(self, port: int, log: Path) -> None:
         self.log = log
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=600)
 
     def complete(self, prompt: str, n_tokens: int = N_TOKENS, **options: Any) -> Any:
         """Greedy continuation."""
@@ -224,7 +224,8 @@ def test_byte_limit_of_the_prompt_cache_holds(folder: Path, tmp_path: Path) -> N
             server.text(words(80, 200 + seed))
         stored = [line for line in server.log.read_text().splitlines() if "Prompt Cache:" in line][-1]
         assert "0.00 GB" in stored
-        assert 0 < int(stored.split("Prompt Cache: ")[1].split(" ")[0]) <= 7  # 5 of 12 KB when the last request came, and its own 2
+        n_sequences = int(stored.split("Prompt Cache: ")[1].split(" ")[0])
+        assert 0 < n_sequences <= 7  # 5 of 12 KB each when the last request came, and the 2 of its own
 
 
 def test_settings_that_cannot_work_end_the_server_with_one_line(folder: Path) -> None:
@@ -284,8 +285,8 @@ def test_wholly_known_prompt_without_a_known_prefix_starts_anew() -> None:
 def test_eight_smollm2_requests_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
     model = default_cache_dir() / "smollm2-135m-float32"
     words_of = held_out_text().split()
-    prompts = [" ".join(words_of[start : start + 20 + 45 * start]) for start in range(8)]
-    with running(model, tmp_path / "log.txt", "--budget", "256") as server, ThreadPoolExecutor(8) as pool:
+    prompts = [" ".join(words_of[start : start + 10 + 25 * start]) for start in range(8)]
+    with running(model, tmp_path / "log.txt", "--budget", "96") as server, ThreadPoolExecutor(8) as pool:
         together = list(pool.map(server.text, prompts))
-    with running(model, tmp_path / "log.txt", "--budget", "256") as server:
+    with running(model, tmp_path / "log.txt", "--budget", "96") as server:
         assert together == [server.text(prompt) for prompt in prompts]
