@@ -40,6 +40,12 @@ def as_rank_0_has_it(array: mx.array, group: Group) -> mx.array:
     return summed(array if group.rank() == 0 else mx.zeros_like(array, stream=mx.cpu), group)
 
 
+def end_together(group: Group, stream: mx.Stream | mx.ThreadLocalStream) -> None:
+    """Wait for what runs on `stream`, then for the other ranks: one that exits early cuts off those that still read."""
+    mx.synchronize(stream)
+    summed(mx.zeros((1,)), group)
+
+
 def on_all_ranks(yes: bool, group: Group | None) -> bool:
     """Whether `yes` holds on every rank."""
     return yes if group is None else "no" not in texts_of_all("" if yes else "no", group)

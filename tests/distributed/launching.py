@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +28,18 @@ class Ended:
 
 def launched(n_ranks: int, *command: object, seconds: float = 200) -> Ended:
     """`command` in `n_ranks` processes under mlx.launch. After `seconds` everything it started is killed."""
-    first_port = _free_ports(n_ranks)
-    launcher = [
-        Path(sys.executable).with_name("mlx.launch"),
-        "-n",
-        n_ranks,
-        "--backend",
-        "ring",
-        "-p",
-        first_port,
-        "--",
-    ]
-    return _ended([*launcher, sys.executable, *command], seconds)
+    return _ended(_under_launcher(n_ranks, command), seconds)
+
+
+@contextlib.contextmanager
+def running(n_ranks: int, *command: object) -> Iterator[None]:
+    """`command` in `n_ranks` processes under mlx.launch, killed at the end of the block."""
+    process = _started(_under_launcher(n_ranks, command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        _kill_group(process.pid)
+        process.wait()
 
 
 def run(command: list[object], *, seconds: float = 200) -> Ended:
@@ -48,7 +49,7 @@ def run(command: list[object], *, seconds: float = 200) -> Ended:
 
 def each_rank(n_ranks: int, *command: object, seconds: float = 200) -> list[Ended]:
     """`command` in `n_ranks` processes without a launcher, which would end all of them as soon as one fails."""
-    first_port = _free_ports(n_ranks)
+    first_port = free_ports(n_ranks)
     hosts = [[f"127.0.0.1:{first_port + rank}"] for rank in range(n_ranks)]
     with NamedTemporaryFile("w", suffix=".json") as hostfile, ThreadPoolExecutor(n_ranks) as pool:
         json.dump(hosts, hostfile)
@@ -59,16 +60,7 @@ def each_rank(n_ranks: int, *command: object, seconds: float = 200) -> list[Ende
 
 
 def _ended(command: list[object], seconds: float, **environment: str) -> Ended:
-    process = subprocess.Popen(
-        list(map(str, command)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=HERE,
-        env=os.environ | ONE_THREAD | environment,
-        start_new_session=True,  # a process group, so that nothing outlives it
-    )
+    process = _started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment)
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -80,12 +72,31 @@ def _ended(command: list[object], seconds: float, **environment: str) -> Ended:
     return Ended(process.returncode, out, err)
 
 
+def _under_launcher(n_ranks: int, command: Sequence[object]) -> list[object]:
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    ring = ["--backend", "ring", "-p", free_ports(n_ranks)]
+    return [launcher, "-n", n_ranks, *ring, "--", sys.executable, *command]
+
+
+def _started(command: Sequence[object], *, stdout: int, stderr: int, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        list(map(str, command)),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        cwd=HERE,
+        env=os.environ | ONE_THREAD | environment,
+        start_new_session=True,  # a process group, so that nothing outlives it
+    )
+
+
 def _kill_group(group: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
-def _free_ports(count: int) -> int:
+def free_ports(count: int) -> int:
     """The first of `count` consecutive ports that nobody listens on. mlx.launch gives each rank the next one."""
     for start in range(20000 + os.getpid() % 5000 * 2, 60000, count):
         listeners = []

@@ -1,15 +1,20 @@
 """The velox command under mlx.launch: the same words, one voice."""
 
 import json
+import time
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
-from launching import launched, run
+from launching import free_ports, launched, run, running
 from small_models import save_small_model, some_filters
 
 from velox_cache import load_qfilters, save_qfilters
 
-GENERATE = ["--method", "l2norm", "--budget", "16", "--prompt", "Once upon a time there was a machine", "--max-tokens"]
+PROMPT = "Once upon a time there was a machine"
+CACHE = ["--method", "l2norm", "--budget", 16]
+GENERATE = [*CACHE, "--prompt", PROMPT, "--max-tokens", 12]
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +24,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def generated_alone(folder):
-    alone = run(["-m", "velox_cache", "generate", folder, *GENERATE, "12"])
+    alone = run(["-m", "velox_cache", "generate", folder, *GENERATE])
     assert alone.status == 0, alone.err
     return alone.out
 
 
 @pytest.mark.parametrize("shard", ["heads", "layers"])
 def test_ranks_that_hold_a_model_together_print_its_text_once(folder, generated_alone, shard):
-    together = launched(2, "-m", "velox_cache", "generate", folder, *GENERATE, "12", "--shard", shard)
+    together = launched(2, "-m", "velox_cache", "generate", folder, *GENERATE, "--shard", shard)
     assert (together.status, together.out) == (0, generated_alone), together.err
     assert together.err.count("tokens seen") == 1
     assert "rank 0 of 2" in together.err
@@ -68,6 +73,27 @@ def test_ranks_compare_together_and_report_what_one_process_reports(folder, tmp_
     one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("alone", "together"))
     assert len(two["rows"]) == 9
     assert two["rows"] == one["rows"]
+
+
+def test_the_server_answers_with_what_one_process_generates(folder, generated_alone):
+    port = free_ports(1)
+    asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    with running(2, "-m", "velox_cache", "serve", folder, *CACHE, "--port", port):
+        assert answer(f"http://127.0.0.1:{port}/v1/completions", asked) == generated_alone.rstrip("\n")
+
+
+def answer(address, asked, seconds=150):
+    """The completion, from a server that may still be starting."""
+    request = Request(address, json.dumps(asked).encode(), {"Content-Type": "application/json"})
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            with urlopen(request, timeout=seconds) as response:
+                return json.load(response)["choices"][0]["text"]
+        except URLError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
 
 
 def test_every_rank_tells_its_own_error_in_one_line(folder):

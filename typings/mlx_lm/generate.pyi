@@ -6,6 +6,8 @@ import mlx.nn as nn
 
 from .tokenizer_utils import TokenizerWrapper
 
+generation_stream: mx.ThreadLocalStream
+
 class GenerationResponse:
     text: str
     token: int

@@ -62,11 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     import mlx.core as mx
     from mlx_lm import stream_generate
+    from mlx_lm.generate import generation_stream
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.sample_utils import make_sampler
 
     from velox_cache.cli.progress import prefill_progress
-    from velox_cache.distributed import agreed_seed, world
+    from velox_cache.distributed import agreed_seed, end_together, world
     from velox_cache.evaluation.memory import cache_usage
 
     model, tokenizer = load_model(arguments.model, arguments.shard)
@@ -90,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
             prompt_progress_callback=on_prefill,
         ):
             print(response.text, end="", flush=True)
+    if group is not None:  # mlx_lm runs a step ahead
+        end_together(group, generation_stream)
     print()
     part = "" if group is None else f"rank 0 of {group.size()}: "
     print(part + usage_line(cache_usage(caches), response.generation_tps), file=sys.stderr)
