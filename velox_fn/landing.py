@@ -1,5 +1,8 @@
 """How a block enters a store, and how what exceeds the budget leaves it."""
 
+import functools
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from velox_fn import select
@@ -29,11 +32,12 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
         block = replaced(block, keys=mx.where(real, block.keys, 0), values=mx.where(real, block.values, 0))
         store = replaced(store, ordered=False)
     if overwrites(store, n_tokens):
-        keys, values, ranks = overwrite_victim(store.keys, store.values, store.ranks, store.offset, block, store.recent)
-        return replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False), (
-            keys,
-            values,
+        step = _compiled_overwrite(store.recent)
+        keys, values, ranks = step(
+            store.keys, store.values, store.ranks, store.offset, block.keys, block.values, block.ranks
         )
+        landed = replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False)
+        return landed, (keys, values)
     landed = append(store, block, offset)
     if store.filled <= store.most_kept:
         return landed, (landed.keys[:, :, : landed.filled], landed.values[:, :, : landed.filled])
@@ -67,6 +71,18 @@ def overwrite_victim(
         mx.put_along_axis(values, index[..., None], block.values, axis=2),
         mx.put_along_axis(ranks, index, block.ranks, axis=2),
     )
+
+
+@functools.cache
+def _compiled_overwrite(recent: int) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
+    """`overwrite_victim` as one compiled function of arrays."""
+
+    def step(
+        keys: mx.array, values: mx.array, ranks: mx.array, offset: mx.array, k: mx.array, v: mx.array, rank: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        return overwrite_victim(keys, values, ranks, offset, Rows(keys=k, values=v, ranks=rank), recent)
+
+    return mx.compile(step)
 
 
 def append(store: Store, block: Rows, offset: mx.array) -> Store:

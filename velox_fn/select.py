@@ -6,6 +6,8 @@ worse than every token. Scores frozen in a rank hold +inf for sinks. Rows of the
 everything only at the moment of choosing, since the window moves.
 """
 
+import functools
+from collections.abc import Callable
 from types import MappingProxyType
 
 import mlx.core as mx
@@ -62,6 +64,18 @@ def arrival_ranks(scores: mx.array, keys: mx.array, values: mx.array, positions:
     keys [B,H,S,D]; values [B,H,S,D_v]; positions int32, broadcastable to [B,H,S]. A row with a non-finite key, value or
     score competes as -inf; sinks hold +inf.
     """
+    if keys.shape[2] == 1:
+        return _compiled_arrival(n_sink)(scores, keys, values, positions)
+    return _arrival_ranks(scores, keys, values, positions, n_sink)
+
+
+@functools.cache
+def _compiled_arrival(n_sink: int) -> Callable[..., mx.array]:
+    """`arrival_ranks` of one token: small work, whose cost is the number of kernels."""
+    return mx.compile(functools.partial(_arrival_ranks, n_sink=n_sink))
+
+
+def _arrival_ranks(scores: mx.array, keys: mx.array, values: mx.array, positions: mx.array, n_sink: int) -> mx.array:
     unchecked = [values] if scores.ndim == 4 else [keys, values]
     if scores.ndim == 4 and keys.shape[2] == 1 and scores.shape == values.shape:
         # The fewest kernels for one token: zeros added to a sum do not change it, and NaN comes through.
