@@ -20,6 +20,7 @@ from velox_cache.query_tap import observe_queries
 from velox_fn.registry import METHODS
 
 PROMPT, ANSWER = 1024, 128  # tokens
+_IN_TURN = ("KVCache", "RotatingKVCache", "qfilters")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ def end_to_end(
     filters: Any | None = None,
     advance: Callable[[str], object] = print,
 ) -> Iterator[Run]:
-    """Every cache at every budget; those of one budget take turns. `advance` is told each run's label.
+    """Every cache at every budget. `advance` is told each run's label.
+
+    mlx_lm's caches and Q-Filters take turns, `rounds` times; the others run once, the slowest last.
 
     The model ends up with its own caches.
     """
@@ -62,13 +65,12 @@ def end_to_end(
     for budget in (None, *budgets):
         makers = _makers(model, budget, filters)
         samples: dict[str, list[_Sample]] = {label: [] for label in makers}
-        for index in range(rounds):
-            for label, make in makers.items():
-                if index == 0 or label in ("KVCache", "RotatingKVCache", "qfilters"):  # the others once
-                    advance(f"{label}, {budget}")
-                    samples[label].append(_generate(model, tokenizer, prompt, make))
-        for label, taken in samples.items():
-            yield _run(label, budget, taken)
+        taking_turns = [label for label in makers if label in _IN_TURN]
+        for label in taking_turns * rounds + [label for label in makers if label not in _IN_TURN]:
+            advance(f"{label}, {budget}")
+            samples[label].append(_generate(model, tokenizer, prompt, makers[label]))
+            if len(samples[label]) == (rounds if label in _IN_TURN else 1):
+                yield _run(label, budget, samples[label])
     uninstall(model)
 
 
@@ -77,7 +79,8 @@ def _makers(model: nn.Module, budget: int | None, filters: Any | None) -> Mappin
         return {"KVCache": lambda: make_prompt_cache(model)}
     n_layers = len(make_prompt_cache(model))
     rotating = {"RotatingKVCache": lambda: [RotatingKVCache(max_size=budget, keep=N_SINK) for _ in range(n_layers)]}
-    return {**rotating, **{name: _installed(model, name, budget, filters) for name in METHODS}}
+    slowest_last = sorted(METHODS, key=("expected_attention", "curdkv").__contains__)
+    return {**rotating, **{name: _installed(model, name, budget, filters) for name in slowest_last}}
 
 
 def _installed(model: nn.Module, name: str, budget: int, filters: Any | None) -> Callable[[], list[Any]]:
