@@ -63,11 +63,12 @@ def with_scores(store: Store, scores: mx.array, n_tokens: int) -> Store:
     Sinks keep +inf, rows with a non-finite key or value keep -inf, and a score that is not finite becomes -inf.
     """
     rows = used_rows(store)
-    held = select.rank_scores(rows.ranks)
-    scores = mx.where(mx.isfinite(scores), scores, -mx.inf)
-    scores = mx.where(mx.isfinite(held), scores, held)
-    ranks = select.pack_ranks(scores, select.rank_positions(rows.ranks))
+    full = n_tokens == 1 and store.filled > store.limit  # the shape of every step from now on: worth compiling for
+    ranks = (_compiled_reranked if full else select.reranked)(rows.ranks, scores)
     return landing.settle(dataclasses.replace(store, keys=rows.keys, values=rows.values, ranks=ranks), n_tokens)
+
+
+_compiled_reranked = mx.compile(select.reranked)
 
 
 def dynamic_eviction(

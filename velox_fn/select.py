@@ -97,6 +97,16 @@ def _any_not_finite(rows: mx.array) -> mx.array:
     return (rows.view(integers) & all_but_sign).max(-1) >= infinity
 
 
+def reranked(ranks: mx.array, scores: mx.array) -> mx.array:
+    """`ranks` [B,H,n] with new scores float32 [B,H,n]; what is not finite in the old ones stays.
+
+    That is +inf of sinks, -inf of padding and of rows with a non-finite part. A new score that is not finite is -inf.
+    """
+    held = rank_scores(ranks)
+    scores = mx.where(mx.isfinite(scores), scores, -mx.inf)
+    return pack_ranks(mx.where(mx.isfinite(held), scores, held), rank_positions(ranks))
+
+
 def competing_ranks(ranks: mx.array, offset: mx.array, recent: int) -> mx.array:
     """`ranks` [B,H,n] with the rows of the recent window, position >= offset - recent, lifted above every other.
 
