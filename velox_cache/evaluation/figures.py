@@ -56,6 +56,16 @@ def _panels(n: int, width: float = 4.2, height: float = 3.6) -> "tuple[Figure, l
     return figure, list(axes[:n])
 
 
+def _logarithmic(ax: "Axes") -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    ax.set(xscale="log", yscale="log")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(base=10, subs=(1, 1.5, 2, 3, 5, 7)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
 def _arms(rows: Sequence[Row], measure: str, full: str) -> list[str]:
     return list(dict.fromkeys(row.arm for row in rows if row.measure == measure and row.arm != full))
 
@@ -79,9 +89,8 @@ def _perplexity(rows: Sequence[Row], full: str) -> "Figure | None":
         for i, arm in enumerate(_arms(rows, "perplexity", full)):
             keys = sorted((key for key in found if key[:2] == (subject, arm)), key=lambda key: key[2] or 0)
             ax.plot([np.mean(compression[key]) for key in keys], [found[key] for key in keys], label=arm, **_style(i))
-        ax.set(title=subject, xlabel="compression (full bytes / kept bytes)", ylabel="perplexity", xscale="log")
-        ax.set_yscale("log")
-        ax.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
+        ax.set(title=subject, xlabel="compression (full bytes / kept bytes)", ylabel="perplexity")
+        _logarithmic(ax)
     axes[0].legend(fontsize=7)
     return figure
 
