@@ -13,6 +13,7 @@ PREFIXES = {
     "h2o": "h2o_",
     "tova": "tova_",
     "snapkv": "snap_",
+    "cur": "cur_",
     "l2norm": "knorm_",
     "keydiff": "keydiff_",
     "expected_attention": "expected_",
@@ -33,7 +34,7 @@ class KVCacheConfig:
     head_dim: int | None = None  # checked against the model when given
     qfilters_budget: int = 512  # most rows kept, sinks and recent ones included
     qfilters_n_sink: int = 4  # leading positions never evicted
-    qfilters_recent: int = 0  # trailing positions never evicted; about budget / 4 for open-ended generation
+    qfilters_recent: int = 0  # trailing positions never evicted; about 3/4 of the budget for open-ended generation
     qfilters_calib_tokens: int = 128  # without filters: keys seen before the fallback's filter freezes
     qfilters_sign: int = 1  # +1: high projections stay; -1: low ones
     curdkv_budget: int = 512  # most rows kept, sinks and recent ones included
@@ -55,6 +56,13 @@ class KVCacheConfig:
     snap_n_sink: int = 4
     snap_obs_window: int = 32  # last queries that vote; their rows are never evicted
     snap_kernel: int = 5  # neighbouring rows that votes are averaged over
+    cur_budget: int = 512
+    cur_n_sink: int = 4
+    cur_recent: int = 0
+    cur_combine: str = "product"  # of the norms of key and value; "key", "value", "mean"
+    cur_window: int = 16  # tokens that are normalised together
+    cur_sketch: int | None = None  # columns of a random sketch whose norms stand in; None: none
+    cur_seed: int = 0  # of the sketch
     knorm_budget: int = 512
     knorm_n_sink: int = 4
     knorm_recent: int = 0

@@ -73,8 +73,9 @@ def install(
 
     budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
     layer its own, for one sequence at a time (`layer_budgets`). settings: the other arguments of the method's factory,
-    such as n_sink, recent. `recent` defaults to a quarter of the budget here, since without it next-token prediction
-    loses the tokens it needs most. filters: a calibration or the path of one, for the methods that take something from
+    such as n_sink, recent. `recent` defaults to three quarters of the budget here: of the shares tried, it follows the
+    full cache's next-token distribution best (docs/evaluation.md); without recent rows prediction loses the tokens it
+    needs most. filters: a calibration or the path of one, for the methods that take something from
     it. queries: for methods that score by attention, "true" taps the model's own queries, "proxy" lets the incoming
     keys stand in.
 
@@ -175,4 +176,4 @@ def _with_default_recent(factory: Any, settings: Mapping[str, Any]) -> Mapping[s
     n_sink = settings.get("n_sink", parameters["n_sink"].default if "n_sink" in parameters else 0)
     if not all(isinstance(value, int) for value in (budget, n_sink)):
         return settings  # the factory says what is wrong
-    return {**settings, "recent": max(0, min(budget // 4, budget - n_sink - 1))}
+    return {**settings, "recent": max(0, min(3 * budget // 4, budget - n_sink - 1))}

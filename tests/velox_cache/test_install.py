@@ -155,9 +155,9 @@ def test_a_second_install_with_true_queries_still_sees_them(tiny_model):
     assert len(generated(model, PROMPT)) == 12
 
 
-def test_recent_is_a_quarter_of_the_budget_unless_told_otherwise(tiny_model):
+def test_recent_is_three_quarters_of_the_budget_unless_told_otherwise(tiny_model):
     model = tiny_model()
-    assert install(model, "qfilters", budget=64).settings["recent"] == 16
+    assert install(model, "qfilters", budget=64).settings["recent"] == 48
     assert install(model, "qfilters", budget=64, recent=0).settings["recent"] == 0
     assert install(model, "qfilters", budget=5, n_sink=4).settings["recent"] == 0
 

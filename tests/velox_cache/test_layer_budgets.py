@@ -38,10 +38,10 @@ def test_entries_of_layers_that_are_not_bounded_do_not_count(tiny_model: Callabl
     assert sizes_after_generating(model)[1::2] == [20, 30]
 
 
-def test_recent_is_a_quarter_of_each_layers_own_budget(tiny_model: Callable[..., nn.Module]) -> None:
+def test_recent_is_three_quarters_of_each_layers_own_budget(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model()
     vc.install(model, "l2norm", budget=[40, 16])
-    assert [cache.method.settings["recent"] for cache in make_prompt_cache(model)] == [10, 4]
+    assert [cache.method.settings["recent"] for cache in make_prompt_cache(model)] == [30, 11]
 
 
 def test_report_shows_the_budgets(tiny_model: Callable[..., nn.Module]) -> None:

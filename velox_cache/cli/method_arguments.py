@@ -33,7 +33,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--budget", type=int, metavar="N", help="most rows kept per head, all included (default: 512)")
     group.add_argument(
-        "--recent", type=int, metavar="R", help="latest rows that always stay (default: a quarter of the budget)"
+        "--recent", type=int, metavar="R", help="latest rows that always stay (default: 3/4 of the budget)"
     )
     group.add_argument("--n-sink", type=int, metavar="N", help="first rows that always stay (default: 4)")
     group.add_argument(
@@ -92,7 +92,14 @@ def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    return name.replace("-", "_"), _value(value)
+
+
+def _value(text: str) -> Any:
+    in_python = {"True": True, "False": False, "None": None}  # as `velox methods` shows defaults
+    if text in in_python:
+        return in_python[text]
     try:
-        return name.replace("-", "_"), json.loads(value)
+        return json.loads(text)
     except ValueError:
-        return name.replace("-", "_"), value  # a word, such as granularity=token
+        return text  # a word, such as granularity=token

@@ -1,7 +1,7 @@
 """List the eviction methods and their settings, with defaults.
 
 A setting is given as --budget, --recent, --n-sink or --set NAME=VALUE on the command line, and as a keyword to
-`velox_cache.install`. Both make `recent` a quarter of the budget unless told otherwise.
+`velox_cache.install`. Both make `recent` three quarters of the budget unless told otherwise.
 """
 
 import argparse
