@@ -1,4 +1,4 @@
-"""python calibrate_failing.py killed|raised: a calibration of which rank 1 meets its end."""
+"""python calibrate_failing.py killed|raised|other-texts: a calibration in which something is wrong with rank 1."""
 
 import os
 import signal
@@ -17,12 +17,15 @@ def fail(*anything: object) -> None:
     raise ValueError("this rank is out of paper")
 
 
-if rank == 1:
+texts = ["some words of it, " * 20] * 3
+if rank == 1 and how == "other-texts":
+    texts.append("words that no other rank was given")
+elif rank == 1:
     calibration.observed_prefill = fail
 calibrate(
     small_model("none"),
     CharacterTokenizer(),
-    ["some words of it, " * 20] * 3,
+    texts,
     progress=False,
     group=world(),
 )

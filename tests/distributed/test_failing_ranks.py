@@ -21,6 +21,12 @@ def test_an_error_of_one_rank_is_told_by_all():
         assert "rank 1 of 3 failed: this rank is out of paper" in rank.err
 
 
+def test_ranks_that_were_given_different_texts_refuse_to_share_them_out():
+    for rank in each_rank(2, "calibrate_failing.py", "other-texts"):
+        assert rank.status == 1, rank
+        assert "the ranks were given different work" in rank.err
+
+
 def test_the_launcher_ends_all_ranks_when_one_is_killed():
     ended = launched(2, "calibrate_failing.py", "killed")
     assert ended.status is not None
