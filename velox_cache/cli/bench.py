@@ -60,15 +60,16 @@ def run(arguments: argparse.Namespace) -> int:
     earlier = None if arguments.against is None else read(arguments.against)
     report = Report(machine(), model=arguments.model)
 
-    def add(comparisons: Iterable[Comparison], runs: Iterable[Run] = ()) -> None:
+    def add(parts: Iterable[Comparison | Run]) -> None:
         nonlocal report
-        for comparison in comparisons:
-            report = replace(report, comparisons=(*report.comparisons, comparison))
-            console.print(comparison_table(comparison))
-        for one in runs:
-            report = replace(report, runs=(*report.runs, one))
-        if arguments.json is not None:  # after each part: a run that is cut short leaves what it had
-            write(report, arguments.json)
+        for part in parts:
+            if isinstance(part, Run):
+                report = replace(report, runs=(*report.runs, part))
+            else:
+                report = replace(report, comparisons=(*report.comparisons, part))
+                console.print(comparison_table(part))
+            if arguments.json is not None:  # each time: a run that is cut short leaves what it had
+                write(report, arguments.json)
 
     if not arguments.only_model:
         budgets = arguments.budgets or ((512,) if arguments.quick else (512, 2048))
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         filters = None if arguments.filters is None else load_qfilters(arguments.filters)
         budgets = arguments.budgets or (512, 256)
         rounds = arguments.model_rounds
-        add((), end_to_end(model, tokenizer, budgets=budgets, rounds=rounds, filters=filters, advance=console.log))
+        add(end_to_end(model, tokenizer, budgets=budgets, rounds=rounds, filters=filters, advance=console.log))
         console.print(runs_table(report.runs))
     if arguments.plot is not None:
         draw(report.comparisons, arguments.plot)
