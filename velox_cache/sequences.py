@@ -69,6 +69,7 @@ class Sequences:
 
 def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
     """All rows of `parts` as one batch."""
+    parts = [part for part in parts if part.offsets]
     offsets = tuple(offset for part in parts for offset in part.offset_per_row)
     lengths = tuple(length for part in parts for length in part.lengths or ())
     together = Sequences(
@@ -89,7 +90,12 @@ def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
 
 
 def selected(rows: Sequences, indices: Sequence[int]) -> Sequences:
-    """Only these rows of the batch, in this order; padding that no row needs any more is dropped."""
+    """Only these rows of the batch, in this order; padding that no row needs any more is dropped.
+
+    Without rows what is left is a batch that has seen nothing, and that others may join.
+    """
+    if not indices:
+        return Sequences(offsets=(), batched=True)
     left = replace(
         rows,
         record=None if rows.record is None else batch.take(rows.record, indices),

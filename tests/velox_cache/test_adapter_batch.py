@@ -154,6 +154,15 @@ def test_filtering_the_long_rows_away_gives_their_room_back():
     assert batch.size() == 4
 
 
+def test_a_batch_that_all_rows_have_left_takes_new_ones_in():
+    used = alone({"filters": FILTERS}, drawn(60 + N_DECODE, seed=4), 60)[0]
+    batch = EvictingKVCache.merge([used, used])
+    batch.filter([])
+    assert batch.empty()
+    batch.extend(used)
+    assert_same(batch.extract(0), used)
+
+
 def test_a_row_that_has_seen_nothing_extracts_as_an_empty_cache():
     batch = EvictingKVCache.merge([EvictingKVCache(method({"filters": FILTERS})) for _ in range(2)])
     assert batch.extract(1).empty()
