@@ -39,15 +39,11 @@ def save_prompt_cache(
     path = _with_suffix(file_name)
     caches = list(cache)
     labels = dict(metadata or {}) | {_VERSION_KEY: str(FILE_VERSION)}
-    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=_SUFFIX)
-    os.close(descriptor)
-    try:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as folder:  # the file: as umask has it
+        aside = os.path.join(folder, path.name)
         mlx_caches.save_prompt_cache(aside, caches, labels)
         _flush(aside)
         os.replace(aside, path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
 
 
 @overload

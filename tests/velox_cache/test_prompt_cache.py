@@ -142,6 +142,14 @@ def test_interrupted_save_leaves_the_old_file_whole(
     assert os.listdir(tmp_path) == [path.name]
 
 
+def test_whoever_may_read_new_files_may_read_a_saved_cache(
+    tmp_path: Path, tiny_model: Callable[..., nn.Module]
+) -> None:
+    (tmp_path / "plain").touch()
+    vc.save_prompt_cache(tmp_path / "prompt", used_caches(tiny_model()))
+    assert (tmp_path / "prompt.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 @pytest.mark.parametrize("kept", [0, 4, 100, 0.5, 0.999])
 def test_truncated_file_is_refused(kept: float, tmp_path: Path, tiny_model: Callable[..., nn.Module]) -> None:
     path = tmp_path / "prompt.safetensors"
