@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, black for the full cache.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#F0E442")
-_MARKERS = "osD^vPX*<>"
+_MARKERS = "osD^vPX*<>p"
 
 
 def save_figures(rows: Sequence[Row], full: str, folder: Path, title: str) -> list[Path]:
@@ -49,7 +49,7 @@ def _panels(n: int, width: float = 4.2, height: float = 3.6) -> "tuple[Figure, l
 
     columns = min(n, 4)
     lines = -(-n // columns)
-    figure = Figure(figsize=(width * columns, height * lines + 0.4), layout="constrained")
+    figure = Figure(figsize=(width * columns + 1.6, height * lines + 0.4), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
     for unused in axes[n:]:
         unused.set_axis_off()
@@ -91,7 +91,7 @@ def _perplexity(rows: Sequence[Row], full: str) -> "Figure | None":
             ax.plot([np.mean(compression[key]) for key in keys], [found[key] for key in keys], label=arm, **_style(i))
         ax.set(title=subject, xlabel="compression (full bytes / kept bytes)", ylabel="perplexity")
         _logarithmic(ax)
-    axes[0].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     return figure
 
 
@@ -111,7 +111,7 @@ def _tasks(rows: Sequence[Row], full: str) -> "Figure | None":
             ax.errorbar(x, means, errors, label=arm, capsize=2, **_style(i))
         ax.set(title=subject + ("" if good else "\nnot discriminative"), ylim=(-0.05, 1.05))
         ax.set(xlabel="compression (full bytes / kept bytes)", ylabel="score, mean and standard error")
-    axes[0].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     return figure
 
 
