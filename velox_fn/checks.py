@@ -27,7 +27,7 @@ def row_limits(budget: object, n_sink: object, recent: object, recent_name: str 
     if n_sink + recent >= budget:
         raise ValueError(
             f"n_sink + {recent_name} must be smaller than budget, got {n_sink} + {recent} >= {budget}: every row would "
-            f"be protected and none could be evicted; raise budget or lower {recent_name}"
+            f"be protected and none could be evicted; raise budget, or lower n_sink or {recent_name}"
         )
     return budget, n_sink, recent
 
@@ -74,8 +74,47 @@ def block_shapes(keys: mx.array, values: mx.array, batch: int, n_kv_heads: int, 
         )
 
 
+def block_dtypes(keys: mx.array, values: mx.array, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> None:
+    """ValueError unless a block has the types of the rows that it joins, which are never cast."""
+    if (keys.dtype, values.dtype) != (key_dtype, value_dtype):
+        raise ValueError(
+            f"this state holds {key_dtype} keys and {value_dtype} values, got {keys.dtype} and {values.dtype}: rows "
+            "are kept bit for bit; cast the block, or start the state with init(..., dtype=) of the model's own type"
+        )
+
+
+def real_tokens(valid: mx.array, batch: int) -> None:
+    """ValueError unless `valid` is int32 [B], the real tokens of each sequence."""
+    if not isinstance(valid, mx.array) or valid.shape != (batch,) or valid.dtype != mx.int32:
+        given = f"{valid.dtype} {tuple(valid.shape)}" if isinstance(valid, mx.array) else type(valid).__name__
+        raise ValueError(f"valid must be int32 [{batch}], how many tokens of each sequence are real, got {given}")
+
+
+def block_queries(queries: mx.array, keys: mx.array) -> None:
+    """ValueError unless queries [B,H_q,S,D] are those of the tokens of keys [B,H,S,D]."""
+    batch, _, n_tokens, _ = keys.shape
+    if queries.ndim != 4 or (queries.shape[0], queries.shape[2]) != (batch, n_tokens):
+        raise ValueError(
+            f"queries must be [{batch}, H_q, {n_tokens}, D], one per query head and token of the keys, got shape "
+            f"{tuple(queries.shape)}"
+        )
+
+
+def fits_heads(name: str, array: mx.array, n_kv_heads: int, head_dim: int) -> None:
+    """ValueError unless `array`, [H,D] or [H,D,D], was made for this many KV heads of this dimension."""
+    n_dims = array.ndim - 1
+    if array.shape != (n_kv_heads, *[head_dim] * n_dims):
+        raise ValueError(
+            f"{name} must be [n_kv_heads{', head_dim' * n_dims}] = {(n_kv_heads, *[head_dim] * n_dims)} for this "
+            f"layer, got shape {tuple(array.shape)}; calibrate this model, or average query-head filters with "
+            "average_gqa_filters"
+        )
+
+
 def finite_matrix(name: str, array: mx.array, shape: str) -> None:
     """ValueError unless `array` is 2-D and finite. Looks at its values: for construction time only."""
+    if not isinstance(array, mx.array):
+        raise ValueError(f"{name} must be an mx.array {shape}, got {type(array).__name__}; wrap it in mx.array(...)")
     if array.ndim != 2:
         raise ValueError(f"{name} must be 2-D, {shape}, got shape {tuple(array.shape)}")
     if not mx.isfinite(array).all().item():

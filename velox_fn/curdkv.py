@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from velox_fn import checks, landing
 from velox_fn.attention import attention_mass, observe_rows
-from velox_fn.dynamic import dynamic_eviction, land, with_scores
+from velox_fn.dynamic import dynamic_eviction, land, updated, with_scores
 from velox_fn.eviction import Eviction, Init
 from velox_fn.leverage import (
     gram,
@@ -34,7 +34,7 @@ from velox_fn.leverage import (
     weighted_rows,
 )
 from velox_fn.observation_window import last_queries
-from velox_fn.records import arrays, record
+from velox_fn.records import record
 from velox_fn.rows import Rows, View
 from velox_fn.store import Store, init_store, used_rows
 
@@ -80,6 +80,7 @@ def curdkv_init(
     checks.whole_number("rank_cap", rank_cap, 1)
     checks.one_of("granularity", granularity, ("block", "token"))
     checks.one_of("solver", solver, ("subspace", "eigh"))
+    checks.one_of("mean", mean, (False, True))
     if window is not None:
         checks.whole_number("window", window, 1)
     store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent)
@@ -116,12 +117,10 @@ def curdkv_update(
     """Take in keys [B,H,S,D] and values [B,H,S,D_v]. See `eviction.Update`.
 
     queries [B,H_q,S,D], the groups of query heads consecutive; the keys stand in for them when there are none.
-    Raises ValueError when the block does not fit the state.
+    Raises ValueError when the block or its queries do not fit the state.
     """
-    landed, view = land(state, keys, values, valid)
-    settled = curdkv_observe(landed, keys if queries is None else queries, None, valid)
-    seen_keys, seen_values = mx.depends(list(view), arrays(settled))
-    return settled, (seen_keys, seen_values)
+    settled: tuple[CurDKVState, View] = updated(state, keys, values, queries, valid, land=land, observe=curdkv_observe)
+    return settled
 
 
 def curdkv_observe(

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from velox_fn import landing, select
+from velox_fn import checks, landing, select
 from velox_fn.attention import Observed
 from velox_fn.eviction import Eviction, Init, Observation
 from velox_fn.records import arrays, record
@@ -45,7 +45,7 @@ Observe = Callable[[Any, mx.array, float | None, mx.array | None], Any]
 def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None) -> tuple[Any, View]:
     """Let a block in, its rows at score 0: nothing is evicted but the dead row whose place a single token takes."""
     store = state.store
-    check_block(store, keys, values)
+    check_block(store, keys, values, valid)
     positions = arriving_positions(store.offset, keys.shape[2], valid)
     ranks = select.arrival_ranks(mx.zeros(keys.shape[:3], mx.float32), keys, values, positions, store.n_sink)
     landed, view = landing.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
@@ -71,6 +71,28 @@ def with_scores(store: Store, scores: mx.array, n_tokens: int) -> Store:
 _compiled_reranked = mx.compile(select.reranked)
 
 
+def updated(
+    state: Any,
+    keys: mx.array,
+    values: mx.array,
+    queries: mx.array | None,
+    valid: mx.array | None,
+    *,
+    land: Land,
+    observe: Observe,
+) -> tuple[Any, View]:
+    """Both halves at once: the block's queries [B,H_q,S,D] at scale 1/sqrt(D), or its keys in their place.
+
+    Raises ValueError when the block or its queries do not fit the state.
+    """
+    landed, view = land(state, keys, values, valid)
+    if queries is not None:
+        checks.block_queries(queries, keys)
+    settled = observe(landed, keys if queries is None else queries, None, valid)
+    seen_keys, seen_values = mx.depends(list(view), arrays(settled))
+    return settled, (seen_keys, seen_values)
+
+
 def dynamic_eviction(
     name: str,
     init: Init,
@@ -81,8 +103,8 @@ def dynamic_eviction(
 ) -> Eviction:
     """A method of the two halves `land` and `observe(state, queries, scale, valid)`.
 
-    Its `update` takes the block's queries [B,H_q,S,D] at scale 1/sqrt(D), and lets the keys stand in when there are
-    none. Scores depend on every query so far, so nothing can be taken back: rollback is not offered.
+    Its `update` is `updated`. Scores depend on every query so far, so nothing can be taken back: rollback is not
+    offered.
     """
 
     def update(
@@ -93,10 +115,7 @@ def dynamic_eviction(
         queries: mx.array | None = None,
         valid: mx.array | None = None,
     ) -> tuple[Any, View]:
-        landed, (seen_keys, seen_values) = land(state, keys, values, valid)
-        settled = observe(landed, keys if queries is None else queries, None, valid)
-        seen_keys, seen_values = mx.depends([seen_keys, seen_values], arrays(settled))
-        return settled, (seen_keys, seen_values)
+        return updated(state, keys, values, queries, valid, land=land, observe=observe)
 
     return Eviction(
         init,

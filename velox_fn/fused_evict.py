@@ -39,10 +39,11 @@ def fused_evict(
     keys [B,H,n,D]; values [B,H,n,D_v]; scores float32 [B,H,n]; positions int32 [B,H,n], ascending over the real rows,
     -1 for padding; offset int32 [B], tokens seen, needed when recent > 0. Sinks (position < n_sink) and the recent
     window (position >= offset - recent) always stay; a score that is not finite loses. Returns keys, values, scores and
-    positions of the min(budget, n) survivors; K and V are copied bit for bit, and padding comes last.
+    positions of the min(budget, n) survivors; K and V are copied bit for bit, and padding comes last (no row moves
+    when all survive).
 
-    Both backends give the same bits for the same scores. Raises ValueError on shapes or counts that do not fit, and
-    when Metal is required and missing.
+    Both backends give the same bits for the same scores. Raises ValueError on shapes, dtypes or counts that do not fit,
+    and when Metal is required and missing.
     """
     checks.row_limits(budget, n_sink, recent)
     if scores.shape != keys.shape[:3] or positions.shape != keys.shape[:3] or values.shape[:3] != keys.shape[:3]:
@@ -50,8 +51,10 @@ def fused_evict(
             f"keys {tuple(keys.shape)}, values {tuple(values.shape)}, scores {tuple(scores.shape)} and positions "
             f"{tuple(positions.shape)} must agree in [B,H,n]"
         )
-    if recent > 0 and offset is None:
-        raise ValueError(f"recent={recent} needs offset, the tokens seen by each sequence, int32 [B]")
+    if scores.dtype != mx.float32 or positions.dtype != mx.int32:
+        raise ValueError(f"scores must be float32 and positions int32, got {scores.dtype} and {positions.dtype}")
+    if recent > 0 and (not isinstance(offset, mx.array) or offset.shape != keys.shape[:1]):
+        raise ValueError(f"recent={recent} needs offset, the tokens seen by each sequence, int32 [{keys.shape[0]}]")
     metal = resolve_metal(use_metal_kernels)
     if budget >= keys.shape[2]:
         return keys, values, scores, positions

@@ -57,7 +57,7 @@ def warm_up(
     A ragged batch freezes row by row: until the last one has, rows that froze earlier give up what exceeds the budget
     by turning it into padding.
     """
-    check_block(store, keys, values)
+    check_block(store, keys, values, valid)
     n_tokens = keys.shape[2]
     positions = arriving_positions(store.offset, n_tokens, valid)
     unscored = mx.zeros(keys.shape[:3], mx.float32)

@@ -63,22 +63,44 @@ def qfilters_init(
 
     budget: most rows kept, sinks and recent ones included. filters: float32 [H, D], one per KV head; None takes the
     key-SVD fallback, which keeps every row, over budget too, until it has seen `calib_tokens` keys.
-    Raises ValueError on counts that cannot work, a sign other than +-1, or filters that do not fit the heads.
+    Raises ValueError on counts that cannot work, a sign other than +-1, or filters that are not finite or do not fit
+    the heads.
     """
-    checks.one_of("sign", sign, (1, -1))
-    checks.whole_number("calib_tokens", calib_tokens, 2)
-    store = init_store(
+    if filters is not None:
+        checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
+    return _init(
         batch,
         n_kv_heads,
         head_dim,
         value_dim,
         dtype,
+        sign=sign,
+        calib_tokens=calib_tokens,
+        filters=filters,
         budget=budget,
         n_sink=n_sink,
         recent=recent,
         rollback=rollback,
         use_metal_kernels=use_metal_kernels,
     )
+
+
+def _init(
+    batch: int,
+    n_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: mx.Dtype = mx.float32,
+    *,
+    sign: int,
+    calib_tokens: int,
+    filters: mx.array | None,
+    **limits: Any,
+) -> QFiltersState:
+    # Looks at no array, so that a cache that begins does not wait for the device.
+    checks.one_of("sign", sign, (1, -1))
+    checks.whole_number("calib_tokens", calib_tokens, 2)
+    store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, **limits)
     if filters is None:
         return QFiltersState(
             store=dataclasses.replace(store, warm_up=calib_tokens),
@@ -86,11 +108,7 @@ def qfilters_init(
             sign=sign,
             calib_tokens=calib_tokens,
         )
-    if filters.shape != (n_kv_heads, head_dim):
-        raise ValueError(
-            f"filters must be [n_kv_heads, head_dim] = {(n_kv_heads, head_dim)} for this layer, got shape "
-            f"{tuple(filters.shape)}; calibrate this model, or average query-head filters with average_gqa_filters"
-        )
+    checks.fits_heads("filters", filters, n_kv_heads, head_dim)
     return QFiltersState(store=store, filters=per_row(filters.astype(mx.float32), batch), sign=sign, calib_tokens=0)
 
 
@@ -125,10 +143,7 @@ def qfilters(
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
 ) -> Eviction:
-    """The Q-Filters method with these settings; arguments and errors as for `qfilters_init`.
-
-    Also raises ValueError when `filters` is not a finite 2-D array.
-    """
+    """The Q-Filters method with these settings; arguments and errors as for `qfilters_init`."""
     settings: dict[str, Any] = {
         "budget": budget,
         "n_sink": n_sink,
@@ -141,7 +156,7 @@ def qfilters(
     if filters is not None:
         checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
         n_kv_heads, head_dim = filters.shape
-    init: Init = functools.partial(qfilters_init, **settings, filters=filters, use_metal_kernels=use_metal_kernels)
+    init: Init = functools.partial(_init, **settings, filters=filters, use_metal_kernels=use_metal_kernels)
     init(1, n_kv_heads, head_dim)  # refuses settings that cannot work
     return Eviction(init, qfilters_update, "qfilters", settings, {} if filters is None else {"filters": filters})
 

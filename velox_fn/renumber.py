@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from velox_fn import select
+from velox_fn import checks, select
 from velox_fn.rope import RopeSpec, rope_remap_positions, rope_spec
 from velox_fn.rows import View, arriving_positions
 from velox_fn.store import Store, overwrites, seen_rows, used_rows
@@ -22,6 +22,7 @@ def renumbering(
 
     Raises ValueError when `rope` is needed and not given, or gives frequencies, which leave no base to replace.
     """
+    checks.one_of("renumber", renumber, (False, True))
     if not renumber:
         return None
     if rope is None:

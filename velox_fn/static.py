@@ -43,7 +43,7 @@ def static_update(
     valid: mx.array | None = None,
 ) -> tuple[Store, View]:
     """Take a block in and evict down to the budget."""
-    check_block(store, keys, values)
+    check_block(store, keys, values, valid)
     n_tokens = keys.shape[2]
     if valid is None and overwrites(store, n_tokens):
         step = _compiled_step(score, store.n_sink, store.recent)
@@ -105,7 +105,7 @@ def static_eviction(
 ) -> Eviction:
     """A method that is nothing but a score function.
 
-    `params`, name to array [H, ...] per KV head: `score` sees them in this order, with a batch axis in front.
+    `params`, name to array [H,D,...] per KV head: `score` sees them in this order, with a batch axis in front.
     `settings` holds what the method has beside the row counts.
     """
     params = params or {}
@@ -115,6 +115,8 @@ def static_eviction(
         batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
     ) -> StaticState:
         store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, **limits, use_metal_kernels=use_metal_kernels)
+        for param, array in params.items():
+            checks.fits_heads(param, array, n_kv_heads, head_dim)
         return StaticState(store=store, params=tuple(per_row(array, batch) for array in params.values()))
 
     def update(

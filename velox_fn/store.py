@@ -82,10 +82,14 @@ def init_store(
     )
 
 
-def check_block(store: Store, keys: mx.array, values: mx.array) -> None:
+def check_block(store: Store, keys: mx.array, values: mx.array, valid: mx.array | None) -> None:
     """ValueError unless a block fits the store."""
     batch, n_kv_heads, _, head_dim = store.keys.shape
     checks.block_shapes(keys, values, batch, n_kv_heads, head_dim, store.values.shape[-1])
+    # One dtype is given for both when a state begins: the first values may bring another.
+    checks.block_dtypes(keys, values, store.keys.dtype, store.values.dtype if store.filled else values.dtype)
+    if valid is not None:
+        checks.real_tokens(valid, batch)
 
 
 def used_rows(store: Store) -> Rows:

@@ -5,11 +5,11 @@ import io
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import AS_STORED, BUDGET, CASES, D_V, N_SINK, STATIC, Case, D, H, bits, block, fed
+from cases import AS_STORED, BUDGET, CASES, D_V, H_Q, N_SINK, STATIC, Case, D, H, bits, block, fed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from velox_fn import arrays, kept_bytes, kept_positions, kv, with_arrays
+from velox_fn import METHODS, arrays, kept_bytes, kept_positions, kv, with_arrays
 
 every_method = pytest.mark.parametrize("case", CASES, ids=str)
 every_method_that_shows_rows_as_stored = pytest.mark.parametrize("case", AS_STORED, ids=str)
@@ -333,6 +333,51 @@ def test_a_block_that_does_not_fit_is_refused_and_nothing_is_lost(case, keys, va
     with pytest.raises(ValueError, match=message):
         method.update(state, mx.zeros(keys), mx.zeros(values))
     np.testing.assert_array_equal(positions(state), before)
+
+
+@every_method
+@pytest.mark.parametrize("n_tokens", [1, 3])
+@pytest.mark.parametrize("dtypes", [(mx.float32, mx.float16), (mx.float16, mx.float32)], ids=str)
+def test_a_block_of_another_type_is_refused_and_not_cast(case, dtypes, n_tokens):
+    method = case.make()
+    state = fed(method, tuple(part.astype(mx.float16) for part in block(30)), [30])
+    keys, values, _ = block(n_tokens)
+    with pytest.raises(ValueError, match=r"holds mlx\.core\.float16 keys and mlx\.core\.float16 values"):
+        method.update(state, keys.astype(dtypes[0]), values.astype(dtypes[1]))
+
+
+@every_method
+@pytest.mark.parametrize(
+    "valid", [mx.array([3]), mx.array([[3], [2]]), mx.array(3), mx.array([3.0, 2.0]), [3, 2]], ids=repr
+)
+def test_valid_is_one_whole_number_for_each_sequence(case, valid):
+    method = case.make()
+    keys, values, _ = block(4, batch=2)
+    with pytest.raises(ValueError, match=r"valid must be int32 \[2\]"):
+        method.update(method.init(2, H, D, D_V), keys, values, valid=valid)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.make().needs_queries], ids=str)
+@pytest.mark.parametrize("shape", [(1, H_Q, 2, D), (1, H_Q, 4, D), (2, H_Q, 3, D), (H_Q, 3, D)], ids=str)
+def test_queries_are_one_for_each_token(case, shape):
+    method = case.make()
+    keys, values, _ = block(3)
+    with pytest.raises(ValueError, match=r"queries must be \[1, H_q, 3, D\]"):
+        method.update(method.init(1, H, D, D_V), keys, values, queries=mx.zeros(shape))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.make().params], ids=str)
+@pytest.mark.parametrize(("n_kv_heads", "head_dim"), [(H + 1, D), (H, D + 1), (D, H)])
+def test_calibrated_arrays_of_another_layout_are_refused(case, n_kv_heads, head_dim):
+    with pytest.raises(ValueError, match=r"must be .* for this layer, got shape"):
+        case.make().init(1, n_kv_heads, head_dim)
+
+
+@pytest.mark.parametrize("flag", ["False", 1, None], ids=repr)
+@pytest.mark.parametrize(("method", "name"), [("curdkv", "mean"), ("h2o", "renumber"), ("streaming_llm", "renumber")])
+def test_a_switch_is_true_or_false(method, name, flag):
+    with pytest.raises(ValueError, match=f"{name} must be one of False, True"):
+        METHODS[method](**{name: flag})
 
 
 @every_static_method

@@ -261,6 +261,14 @@ def test_padded_rows_keep_what_they_would_keep_alone(granularity, window):
     assert state.store.offset.tolist() == lengths
 
 
+@pytest.mark.parametrize("n_padding", [1, 3])
+def test_padding_leaves_the_tracked_directions_of_a_sequence_alone(n_padding):
+    state = run(*tokens(20, value_dim=16), rank_cap=2)
+    keys, values, _ = tokens(n_padding, value_dim=16)
+    after, _ = curdkv_update(state, keys, values, valid=mx.array([0], mx.int32))
+    assert mx.array_equal(after.basis[0], state.basis[0]).item()
+
+
 @pytest.mark.parametrize("granularity", ["token", "block"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("part", ["key", "value"])

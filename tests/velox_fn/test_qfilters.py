@@ -243,6 +243,21 @@ def test_arguments_that_cannot_work_are_refused_at_construction(arguments, messa
         qfilters(**arguments)
 
 
+@pytest.mark.parametrize("make", [qfilters, lambda filters: qfilters_init(1, H, D, filters=filters)])
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        (mx.full((H, D), mx.nan), "NaN or inf"),
+        (np.ones((H, D), np.float32), "mx.array"),
+        ([[1.0] * D] * H, "mx.array"),
+    ],
+    ids=["NaN", "numpy", "list"],
+)
+def test_filters_that_cannot_score_are_refused(make, filters, message):
+    with pytest.raises(ValueError, match=message):
+        make(filters=filters)
+
+
 @pytest.mark.parametrize("shape", [(H + 1, D), (H, D + 1), (D, H)])
 def test_layout_mismatch_raises(shape):
     with pytest.raises(ValueError, match=r"filters must be \[n_kv_heads, head_dim\] = \(3, 16\)"):
