@@ -189,8 +189,9 @@ class EvictingKVCache:
     def trim(self, n: int) -> int:
         """Take back the last n tokens; how many were. 0, with nothing changed, when that cannot be exact.
 
-        Raises ValueError beyond what a rollback cache keeps aside.
+        Raises ValueError beyond what a rollback cache keeps aside, and when n is negative.
         """
+        checks.whole_number("n", n, 0)
         if not self.is_trimmable() or self._rows.record is None:
             return 0
         n = min(n, min(self._rows.offsets))

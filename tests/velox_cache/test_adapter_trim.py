@@ -121,6 +121,15 @@ def test_trim_before_the_first_eviction_is_exact():
     assert_same(one, plain)
 
 
+@pytest.mark.parametrize("n", [-1, 1.5])
+def test_what_is_no_number_of_tokens_is_refused(n):
+    one = cache()
+    feed(one, range(5))
+    with pytest.raises(ValueError, match="n must be"):
+        one.trim(n)
+    assert (one.offset, one.size()) == (5, 5)
+
+
 def test_trim_takes_back_no_more_tokens_than_there_are():
     one = cache()
     feed(one, range(7))

@@ -155,6 +155,14 @@ def test_settings_become_keywords_of_install():
     assert given == {"budget": 64, "n_sink": 2, "sign": -1, "granularity": "token"}
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("True", True), ("False", False), ("None", None), ("true", True), ("false", False), ("null", None)],
+)
+def test_a_setting_is_read_in_the_form_that_velox_methods_shows(text, value):
+    assert settings_of("--set", f"renumber={text}") == {"renumber": value}
+
+
 def test_a_setting_given_twice_is_refused():
     with pytest.raises(ValueError, match="budget"):
         settings_of("--budget", "64", "--set", "budget=32")

@@ -19,6 +19,11 @@ def test_every_method_can_be_configured(method):
     assert KVCacheConfig(method=method).eviction().name == method
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_its_budget_here(method):
+    assert "budget" in KVCacheConfig(method=method).settings()
+
+
 def test_settings_reach_the_method():
     config = KVCacheConfig(
         qfilters_budget=64, qfilters_n_sink=2, qfilters_recent=8, qfilters_calib_tokens=32, qfilters_sign=-1

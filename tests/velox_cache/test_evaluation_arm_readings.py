@@ -67,7 +67,7 @@ def test_a_share_is_of_the_budget():
 
 
 def test_an_arm_is_named_by_method_and_settings():
-    arm = parse_arm("qfilters:recent=0:calibrated=false:use_metal_kernels=false", 128)
+    arm = parse_arm("qfilters:recent=0:calibrated=False:use_metal_kernels=false", 128)
     assert (arm.method, arm.calibrated) == ("qfilters", False)
     assert dict(arm.settings) == {"budget": 128, "recent": 0, "use_metal_kernels": False}
 

@@ -70,7 +70,7 @@ def cache_maker(model: nn.Module, arm: Arm, calibration: QFiltersCalibration | N
 
 
 def _value(text: str, budget: int) -> Any:
-    words = {"true": True, "false": False}
+    words = {"true": True, "True": True, "false": False, "False": False, "None": None}
     share = re.fullmatch(r"(\d+)/([1-9]\d*)", text)
     if share:
         return budget * int(share[1]) // int(share[2])
