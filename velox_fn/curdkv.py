@@ -179,7 +179,7 @@ def _scored(state: CurDKVState, queries: mx.array, scale: float | None, valid: m
     if state.window is not None and state.window < n_tokens:
         counted = last_queries(observed, store.offset, state.window, padded=valid is not None)
     mass = attention_mass(counted, power=2)
-    leverage, basis = _leverage(state, mx.sqrt(mass), observed.rows.values, n_tokens)
+    leverage, basis = _leverage(state, mx.sqrt(mass), observed.rows.values, n_tokens, valid)
     scores = observed.scores + leverage
     if state.mean:
         age = store.offset[:, None, None] - observed.positions
@@ -189,14 +189,16 @@ def _scored(state: CurDKVState, queries: mx.array, scale: float | None, valid: m
 
 
 def _leverage(
-    state: CurDKVState, weights: mx.array, values: mx.array, n_tokens: int
+    state: CurDKVState, weights: mx.array, values: mx.array, n_tokens: int, valid: mx.array | None
 ) -> tuple[mx.array, tuple[mx.array, ...]]:
     """Leverage float32 [B,H,n], and the directions to start from next time."""
     if not state.basis:
         return leverage_scores(weights, values, state.rank_cap), ()
     weighted = weighted_rows(weights, values)
-    matrix, (basis,) = gram(weighted), state.basis
-    basis = tracked_directions(matrix, basis) if n_tokens == 1 else leading_directions(matrix, basis.shape[-1])
+    matrix, (before,) = gram(weighted), state.basis
+    basis = tracked_directions(matrix, before) if n_tokens == 1 else leading_directions(matrix, before.shape[-1])
+    if valid is not None:  # a sequence of which the block holds padding alone has shown no direction
+        basis = mx.where((valid > 0)[:, None, None, None], basis, before)
     return leverage_along(weighted, basis[..., -state.rank_cap :]), (basis,)
 
 
