@@ -340,5 +340,6 @@ class EvictingKVCache:
         if self._unobserved is not None:
             raise MissingQueriesError(
                 f"{self._method.name} was set to score by the model's own queries, but the last block's queries never "
-                "came: the query tap is not installed on this model; use install(), or queries='proxy'"
+                "came. Either the query tap is not installed on this model: use install(), or queries='proxy'. Or an "
+                "exception cut the model's call short: go on from a copy or file made before it, or from the prompt"
             )

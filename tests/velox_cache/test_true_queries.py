@@ -113,6 +113,17 @@ def test_a_tap_that_was_removed_is_an_error_that_says_so(model):
         run(model, caches, [[1]])
 
 
+def test_a_call_that_an_exception_cut_short_is_named_as_a_cause(model, monkeypatch):
+    install(model, "curdkv", budget=16)
+    caches = model.make_cache()
+    monkeypatch.setattr(model.layers[0].self_attn, "scale", "not a number")
+    with pytest.raises(TypeError):
+        run(model, caches)
+    monkeypatch.undo()
+    with pytest.raises(MissingQueriesError, match="an exception cut the model's call short"):
+        run(model, caches)
+
+
 def test_reading_the_state_without_a_tap_is_that_error_too(model):
     install(model, "curdkv", budget=16)
     caches = model.make_cache()
