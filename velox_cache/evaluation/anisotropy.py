@@ -21,7 +21,7 @@ class Anisotropy:
     """Per query head, all layers with a plain KV cache in order, float64 [heads]."""
 
     mean_projection: np.ndarray[Any, Any]  # of held-out queries on the sign-fixed leading vector of the first ones
-    leading_ratio: np.ndarray[Any, Any]  # |mean projection| on the leading component / its mean over the others
+    leading_ratio: np.ndarray[Any, Any]  # |mean projection| of held-out queries on it / mean over the other components
     top_energy: np.ndarray[Any, Any]  # share of the squared norm of the queries in the leading component, 0 to 1
 
     @property
@@ -52,11 +52,11 @@ def head_anisotropy(fitted: QueryGram, held_out: QueryGram) -> Anisotropy:
     gram, mean = np.array(fitted.gram), np.array(fitted.total) / float(np.array(fitted.count))
     held_out_mean = np.array(held_out.total) / float(np.array(held_out.count))
     energies, vectors = np.linalg.eigh(gram)  # ascending; vectors in columns
-    projections = np.einsum("hd,hdk->hk", mean, vectors)
-    leading = vectors[..., -1] * np.sign(projections[:, -1:])
+    signs = np.sign((vectors[..., -1] * mean).sum(-1))
+    projections = np.einsum("hd,hdk->hk", held_out_mean, vectors)
     others = np.abs(projections[:, :-1]).mean(-1)
     return Anisotropy(
-        (leading * held_out_mean).sum(-1),
+        signs * projections[:, -1],
         np.abs(projections[:, -1]) / np.maximum(others, np.finfo(np.float64).tiny),
         energies[:, -1] / energies.sum(-1),
     )
