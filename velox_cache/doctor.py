@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +24,7 @@ class Finding:
 
 def doctor() -> list[Finding]:
     """Looks at versions, machine, Metal kernels and speed. Takes a few seconds; allocates some tens of MB."""
-    return [*_versions(), *_machine(), *_kernels(), *_speed()]
+    return [*_versions(), *_machine(), *_tried("Metal kernels", _kernels), *_tried("speed", _speed)]
 
 
 def as_json(findings: list[Finding]) -> list[dict[str, object]]:
@@ -48,6 +49,14 @@ def as_text(findings: list[Finding], width: int = 100) -> str:
             console.print(table)
             console.print()
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _tried(topic: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """What `look` finds. What breaks it, such as a kernel that Apple's compiler refuses, is a finding too."""
+    try:
+        yield from look()
+    except RuntimeError as error:
+        yield Finding(topic, "broke off", str(error), fault=True)
 
 
 def _versions() -> list[Finding]:
@@ -81,23 +90,21 @@ def _chip() -> str:
     return f"{named or 'unknown'} ({platform.machine()})"
 
 
-def _kernels() -> list[Finding]:
+def _kernels() -> Iterator[Finding]:
     from metal_src import metal_available
 
     if not metal_available():
         why = "MLX has no Metal backend or the default device is not the GPU; MLX operations are used instead"
-        return [
-            Finding("Metal kernels", "available", f"no: {why}"),
-            Finding("Metal kernels", "parity", "not run here; the tests run the kernels' source on the CPU"),
-        ]
+        yield Finding("Metal kernels", "available", f"no: {why}")
+        yield Finding("Metal kernels", "parity", "not run here; the tests run the kernels' source on the CPU")
+        return
     from velox_cache.kernel_parity import compare_kernels
 
-    found = [Finding("Metal kernels", "available", "yes")]
+    yield Finding("Metal kernels", "available", "yes")
     for parity in compare_kernels():
         same = f"{parity.elements} elements, the same bits"
         value = f"{parity.differing} of {parity.elements} elements differ" if parity.differing else same
-        found.append(Finding("Metal kernels", f"{parity.kernel} {parity.case}", value, fault=parity.differing > 0))
-    return found
+        yield Finding("Metal kernels", f"{parity.kernel} {parity.case}", value, fault=parity.differing > 0)
 
 
 def _speed() -> list[Finding]:

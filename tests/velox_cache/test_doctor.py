@@ -51,6 +51,21 @@ def test_a_kernel_that_differs_fails_the_command(
     assert ("WRONG" in capsys.readouterr().out) == bool(status)
 
 
+def test_a_kernel_that_does_not_compile_is_reported_with_the_compilers_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compare_kernels() -> Iterator[Parity]:
+        yield RIGHT
+        raise RuntimeError("use of undeclared identifier 'TG'")
+
+    parities(monkeypatch, RIGHT)
+    monkeypatch.setattr("velox_cache.kernel_parity.compare_kernels", compare_kernels)
+    assert command.run(argparse.Namespace(json=False)) == 1
+    report = capsys.readouterr().out
+    assert "undeclared identifier 'TG'" in report
+    assert RIGHT.case in report
+
+
 def test_the_json_report_holds_the_same_findings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
