@@ -6,6 +6,7 @@ values it reads, and with the cache they came from. The tap wraps that function 
 it, and nothing else: attention itself runs as before, on the same arguments.
 """
 
+import copy
 import functools
 import sys
 import threading
@@ -83,6 +84,12 @@ class QueryTap:
                 if not tapped.taps and namespace[ATTENTION] is tapped:
                     namespace[ATTENTION] = tapped.attention
             self._joined.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "QueryTap":
+        """A tap of its own on the same code, which a copy of the model runs too, installed if this one is."""
+        twin = copy.copy(self)
+        twin._joined = []
+        return twin.install() if self._joined else twin
 
     def report(self, call: ObservedAttention) -> None:
         """Hand one call to the callback, if it is one of those asked for."""

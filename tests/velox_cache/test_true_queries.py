@@ -1,5 +1,7 @@
 """True queries reach the caches end to end: from the model's attention through the tap into the scores."""
 
+import copy
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -122,6 +124,17 @@ def test_a_call_that_an_exception_cut_short_is_named_as_a_cause(model, monkeypat
     monkeypatch.undo()
     with pytest.raises(MissingQueriesError, match="an exception cut the model's call short"):
         run(model, caches)
+
+
+def test_a_deep_copy_of_a_model_sees_its_queries_when_the_original_is_uninstalled(model):
+    install(model, "curdkv", budget=16)
+    twin = copy.deepcopy(model)
+    uninstall(model)
+    caches = twin.make_cache()
+    run(twin, caches)
+    run(twin, caches, [[1]])
+    assert caches[0].size() == 16
+    uninstall(twin)
 
 
 def test_reading_the_state_without_a_tap_is_that_error_too(model):
