@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class InstalledCaches:
     methods: Mapping[int, Eviction]
     cache_class: type[EvictingKVCache]
     tap: QueryTap | None
+    before: Callable[[], list[Any]] | None  # a make_cache of the user's own that this one stands in for
 
     def __call__(self) -> list[Any]:
         return make_caches(
@@ -114,7 +115,9 @@ def install(
     any_method = next(iter(methods.values()))
     tap = QueryTap(model).install() if any_method.needs_queries and queries == "true" else None
     cache_class = EvictingKVCache if own_budgets is None else SoloKVCache
-    installed = InstalledCaches(model, plan, methods, cache_class, tap)
+    before = model.__dict__.get("make_cache")
+    before = before.before if isinstance(before, InstalledCaches) else before
+    installed = InstalledCaches(model, plan, methods, cache_class, tap, before)
     if tap is not None:
         _probe_queries(installed, tap)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
@@ -130,6 +133,8 @@ def uninstall(model: nn.Module) -> None:
         if installed.tap is not None:
             installed.tap.remove()
         del model.__dict__["make_cache"]
+        if installed.before is not None:
+            model.make_cache = installed.before
 
 
 def _probe_queries(installed: InstalledCaches, tap: QueryTap) -> None:

@@ -113,6 +113,15 @@ def test_uninstall_gives_the_model_its_own_caches_back(tiny_model):
     assert generated(model, PROMPT) == plain
 
 
+def test_uninstall_gives_back_a_make_cache_that_the_user_had_set(tiny_model):
+    model = tiny_model()
+    model.make_cache = own = lambda: [KVCache() for _ in model.layers]
+    install(model, "qfilters", budget=16)
+    install(model, "qfilters", budget=32)
+    uninstall(model)
+    assert model.make_cache is own
+
+
 def test_uninstall_twice_or_of_nothing_is_harmless(tiny_model):
     model = tiny_model()
     uninstall(model)
