@@ -44,7 +44,7 @@ def machine() -> dict[str, Any]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that MLX copies, of the processor's time on a CPU: the floor of what moves rows is its bytes over this."""
+    """Bytes a second (on a CPU, of its own time) that MLX copies: what moves rows takes its bytes over this."""
     keys, values = Shape(n_kv_heads=32).block(2048)
     taken = compare("copy", "", {"copy": lambda: mx.eval(mx.concatenate([keys, values], axis=2))}, rounds=9)
     spent = taken.reference.median_us if mx.default_device() == mx.gpu else taken.reference.cpu_us
