@@ -39,6 +39,8 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
         landed = replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False)
         return landed, (keys, values)
     landed = append(store, block, offset)
+    if overwrites(landed, n_tokens):  # the next tokens will: a step that is compiled from here on serves them all
+        landed = replaced(landed, ordered=False)
     if store.filled <= store.most_kept:
         return landed, (landed.keys[:, :, : landed.filled], landed.values[:, :, : landed.filled])
     seen = seen_rows(store, n_tokens)

@@ -184,6 +184,21 @@ def test_an_update_traces_and_so_never_waits_for_the_device(case, proxy, n_token
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
+@every_method
+def test_a_step_compiled_at_the_first_token_over_budget_serves_those_after_it(case):
+    # What is static in a record is fixed when a step is traced, so no later step may depend on its having changed.
+    method, tokens = case.make(), block(60)
+    state = fed(method, tokens, [30, 1])
+    step = mx.compile(lambda leaves, k, v: arrays(method.update(with_arrays(state, leaves), k, v)[0]))
+    leaves, eager = arrays(state), state
+    for t in range(31, 45):
+        keys, values = (part[:, :, t : t + 1] for part in tokens[:2])
+        leaves = step(leaves, keys, values)
+        eager, _ = method.update(eager, keys, values)
+    compiled = with_arrays(state, leaves)
+    np.testing.assert_array_equal(positions(compiled), positions(eager))
+
+
 def operations(outputs):
     """Operations in the graph behind arrays that are not evaluated."""
     graph = io.StringIO()
