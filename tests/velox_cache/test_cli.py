@@ -1,5 +1,6 @@
 """The velox command: quick help, one-line errors, and the real thing on a small model."""
 
+import io
 import subprocess
 import sys
 
@@ -140,6 +141,19 @@ def test_a_closed_pipe_is_no_error():
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    "words", [("generate", "MODEL", "--prompt", "-"), ("calibrate", "MODEL", "-o", "f.npz", "--text", "-")]
+)
+def test_stdin_that_is_not_text_is_refused(words, refused, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors="surrogateescape"))
+    assert "stdin is not UTF-8 text" in refused(*words)
+
+
+@pytest.mark.parametrize("option", [("--temp", "-1"), ("--temp", "nan"), ("--top-p", "7"), ("--max-tokens", "0")])
+def test_sampling_that_cannot_work_is_refused(option, refused):
+    assert option[0] in refused("generate", "MODEL", "--prompt", "x", *option)
+
+
 def settings_of(*words: str):
     parser = main_module.argparse.ArgumentParser()
     add_method_arguments(parser)
@@ -209,8 +223,9 @@ def test_generate_streams_text_and_accounts_for_the_cache(smollm2_path):
 
 
 @pytest.mark.real_model
-def test_an_unknown_setting_is_refused_with_the_known_ones(smollm2_path, refused):
-    line = refused("generate", str(smollm2_path), "--method", "streaming_llm", "--prompt", "x", "--set", "bogus=1")
+@pytest.mark.parametrize("method", ["streaming_llm", "qfilters"])
+def test_an_unknown_setting_is_refused_with_the_known_ones(smollm2_path, method, refused):
+    line = refused("generate", str(smollm2_path), "--method", method, "--prompt", "x", "--set", "bogus=1")
     assert "bogus" in line
     assert all(name in line for name in ("budget", "n_sink"))
 

@@ -16,7 +16,8 @@ from velox_cache.cli.model_argument import (
     load_model,
     model_id,
 )
-from velox_cache.ranks import launched_rank, refuse_stdin
+from velox_cache.cli.stdin import text_from_stdin
+from velox_cache.ranks import launched_rank
 
 EXAMPLES = """examples:
   velox calibrate smollm2-135m -o filters.npz
@@ -80,8 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(name: str) -> str:
     if name == "-":
-        refuse_stdin("--text -")
-        return sys.stdin.read()
+        return text_from_stdin("--text -")
     try:
         return Path(name).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

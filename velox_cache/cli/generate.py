@@ -16,7 +16,7 @@ from velox_cache.cli.model_argument import (
     load_model,
     model_id,
 )
-from velox_cache.ranks import refuse_stdin
+from velox_cache.cli.stdin import text_from_stdin
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -54,11 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, install, generate, account."""
-    prompt = _from_stdin() if arguments.prompt == "-" else arguments.prompt
+    prompt = text_from_stdin("--prompt -") if arguments.prompt == "-" else arguments.prompt
     if not prompt.strip():
         raise ValueError("the prompt is empty; give --prompt TEXT, or --prompt - and text on stdin")
     if arguments.max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, got {arguments.max_tokens}")
+    if not arguments.temp >= 0:
+        raise ValueError(f"--temp must be 0 (greedy) or more, got {arguments.temp}")
+    if not 0 <= arguments.top_p <= 1:
+        raise ValueError(f"--top-p is a probability, from 0 (off) to 1, got {arguments.top_p}")
 
     import mlx.core as mx
     from mlx_lm import stream_generate
@@ -97,11 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
     part = "" if group is None else f"rank 0 of {group.size()}: "
     print(part + usage_line(cache_usage(caches), response.generation_tps), file=sys.stderr)
     return 0
-
-
-def _from_stdin() -> str:
-    refuse_stdin("--prompt -")
-    return sys.stdin.read()
 
 
 def prompt_tokens(tokenizer: "TokenizerWrapper", prompt: str, chat: bool | None) -> list[int]:

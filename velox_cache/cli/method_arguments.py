@@ -82,10 +82,11 @@ def install_method(
             raise ValueError(f"--method {FULL_CACHE} keeps every row: it takes no settings and no filters")
         uninstall(model)
         return None
-    if not arguments.filters and "filters" in inspect.signature(method_factory(arguments.method)).parameters:
-        print("note: without --filters, a worse stand-in is used; `velox calibrate` makes filters", file=sys.stderr)
     filters = load_qfilters(arguments.filters, expect_model_id=model_id) if arguments.filters else None
-    return install(model, arguments.method, filters=filters, queries=arguments.queries, **settings)
+    report = install(model, arguments.method, filters=filters, queries=arguments.queries, **settings)
+    if filters is None and "filters" in inspect.signature(method_factory(arguments.method)).parameters:
+        print("note: without --filters, a worse stand-in is used; `velox calibrate` makes filters", file=sys.stderr)
+    return report
 
 
 def _setting(text: str) -> tuple[str, Any]:
