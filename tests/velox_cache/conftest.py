@@ -1,13 +1,16 @@
 """Small random models of several architectures, built in memory, and a tokenizer that needs no files."""
 
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+
+from velox_cache.query_tap import ATTENTION
 
 SIZES = {
     "vocab_size": 97,
@@ -37,6 +40,16 @@ PARTICULARS: dict[str, dict[str, Any]] = {
         "v_head_dim": 8,
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def no_tap_outlives_its_test() -> Iterator[None]:
+    """Models of one architecture share the code that `install` taps: one left there would serve the next test."""
+    yield
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models."):
+            for tap in getattr(getattr(module, ATTENTION, None), "taps", ()):
+                tap.remove()
 
 
 @pytest.fixture
