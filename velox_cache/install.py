@@ -103,6 +103,11 @@ def install(
     if callable(budget) or (isinstance(budget, Sequence) and not isinstance(budget, str)):
         own_budgets = layer_budgets(model, plan, shard.budgets(budget, len(plan)))
     calibration = load_qfilters(filters) if isinstance(filters, str | os.PathLike) else filters
+    if calibration is not None and not isinstance(calibration, QFiltersCalibration):
+        raise ValueError(
+            f"filters must be a calibration or the path of one, got {type(filters).__name__}; wrap arrays [H,D], one "
+            "per layer, in QFiltersCalibration(arrays)"
+        )
     calibration = None if calibration is None else shard.calibration(calibration, len(plan))
     methods = {}
     for entry in plan:

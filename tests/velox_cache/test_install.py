@@ -213,3 +213,9 @@ def test_a_model_without_full_attention_is_refused_with_the_reason(tiny_model):
     model = tiny_model("gemma3_text", num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"no layer of this model can be bounded.*sliding window"):
         install(model, "qfilters", budget=16)
+
+
+@pytest.mark.parametrize("filters", [[mx.ones((2, 8))] * 2, mx.ones((2, 8)), 5], ids=["list", "array", "int"])
+def test_filters_that_are_no_calibration_are_refused(filters, tiny_model):
+    with pytest.raises(ValueError, match=r"filters must be .* QFiltersCalibration\(arrays\)"):
+        install(tiny_model(), filters=filters)
