@@ -12,6 +12,7 @@ from velox_cache.sequences import Sequences
 from velox_fn.eviction import Eviction
 from velox_fn.records import arrays, statics, with_arrays, with_statics
 from velox_fn.registry import method_factory
+from velox_fn.store import Store
 
 FORMAT_VERSION = 1
 
@@ -98,5 +99,17 @@ def _record(method: Eviction, header: dict[str, Any], packed: Sequence[Any]) -> 
     keys, values = leaves[0], leaves[1]
     batch, n_kv_heads, _, head_dim = keys.shape
     empty = method.init(batch, n_kv_heads, head_dim, values.shape[-1], keys.dtype)
+    _check_counts(header, empty.store, fields["store"], keys)
     here = {**fields, "store": {**fields["store"], "metal": empty.store.metal}}  # the machine may be another one
     return with_statics(with_arrays(empty, leaves), here)
+
+
+def _check_counts(header: dict[str, Any], empty: Store, fields: dict[str, Any], keys: mx.array) -> None:
+    """ValueError when what a header says of its rows cannot be true of these keys, or of the method it names."""
+    changed = [name for name in ("budget", "n_sink", "recent", "rollback") if fields[name] != getattr(empty, name)]
+    n_sequences = keys.shape[0] if header["batched"] else 1
+    if changed or not 0 <= fields["filled"] <= keys.shape[2] or len(header["offsets"]) != n_sequences:
+        raise ValueError(
+            f"the header of this cache contradicts itself or its arrays: keys {tuple(keys.shape)}, offsets "
+            f"{header['offsets']}, rows {fields}, settings {header['settings']}; it is damaged, compute the cache again"
+        )

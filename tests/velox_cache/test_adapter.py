@@ -129,6 +129,18 @@ def test_a_state_that_lacks_arrays_is_refused():
         EvictingKVCache.from_state(fed(cache(), [30]).state[:-1])
 
 
+@pytest.mark.parametrize(
+    ("written", "altered"),
+    [('"budget": 16, "n_sink"', '"budget": 99, "n_sink"'), ('"filled": 16', '"filled": 99'), ("[30]", "[30, 2]")],
+    ids=["budget", "filled", "offsets"],
+)
+def test_a_state_whose_header_contradicts_its_rows_is_refused(written, altered):
+    header, *arrays = fed(cache(), [30]).state
+    assert written in header
+    with pytest.raises(ValueError, match="contradicts"):
+        EvictingKVCache.from_state((header.replace(written, altered, 1), *arrays))
+
+
 def test_500_tokens_of_decode_take_no_more_memory_than_100():
     one, held = cache(budget=64), []
     for t in range(500):
