@@ -80,12 +80,13 @@ def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
         return together
     like = filled[0].store
     n_kv_heads, head_dim, value_dim = like.keys.shape[1], like.keys.shape[3], like.values.shape[3]
-    records = [
-        method.init(len(part.offsets), n_kv_heads, head_dim, value_dim, like.keys.dtype)
-        if part.record is None
-        else part.record
-        for part in parts
-    ]
+
+    def empty(n_sequences: int) -> Any:
+        record = method.init(n_sequences, n_kv_heads, head_dim, value_dim, like.keys.dtype)
+        values = record.store.values.astype(like.values.dtype)  # which may be another
+        return replace(record, store=replace(record.store, values=values))
+
+    records = [empty(len(part.offsets)) if part.record is None else part.record for part in parts]
     return _known_offsets(replace(together, record=batch.merge(records)))
 
 

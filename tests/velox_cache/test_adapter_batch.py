@@ -226,3 +226,13 @@ def test_batches_in_lockstep_merge_row_by_row():
     batch = EvictingKVCache.merge([one, other])
     assert batch.offset.tolist() == [40, 40, 7]
     assert_same(batch.extract(2), other)
+
+
+def test_values_keep_a_type_of_their_own_beside_an_empty_side():
+    method = qfilters(budget=16, n_sink=2, filters=mx.ones((2, 8)))
+    keys, values = mx.ones((1, 2, 3, 8)), mx.ones((1, 2, 3, 8), mx.float16)
+    used = EvictingKVCache(method)
+    used.update_and_fetch(keys, values)
+    batch = EvictingKVCache.merge([EvictingKVCache(method), used])
+    view = batch.update_and_fetch(mx.ones((2, 2, 1, 8)), mx.ones((2, 2, 1, 8), mx.float16))
+    assert [part.dtype for part in view] == [mx.float32, mx.float16]
