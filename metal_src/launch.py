@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 
 SIMD_WIDTH = 32
-MAX_ROWS = 2**26  # 32 lanes per row must fit the 32-bit grid of one dispatch
+MAX_ROWS = 2**26 - 32  # 32 lanes per row, in whole threadgroups, must stay below 2^31: MLX's grids are ints
 KEY_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 _Kernel = Callable[..., list[mx.array]]

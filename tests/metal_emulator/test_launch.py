@@ -38,6 +38,13 @@ def test_score_arguments_that_do_not_fit_are_refused(index: int, array: mx.array
         qfilters_score(*arrays, n_sink=0, recent=0, sign=1)
 
 
+def test_more_rows_than_a_grid_counts_are_refused_with_words() -> None:
+    n = 2**26
+    rows, positions = mx.zeros((1, 1, n, 1), mx.float16), mx.zeros((1, 1, n), mx.int32)  # lazy: they take no memory
+    with pytest.raises(ValueError, match="one dispatch takes at most"):
+        qfilters_score(rows, rows, mx.zeros((1, 1, 1)), positions, mx.zeros((1,), mx.int32), n_sink=0, recent=0, sign=1)
+
+
 @pytest.mark.parametrize(
     ("sign", "threads", "complaint"), [(0, 256, "sign must be"), (1, 48, "threads"), (1, 2048, "threads")]
 )
