@@ -35,6 +35,23 @@ def metal_available() -> bool:
     return mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
 
 
+@cache
+def kernel_failure() -> str | None:
+    """What stops the kernels from compiling and running here, in MLX's words; None when they run.
+
+    Tries both once on one row. For construction time only: it waits for the device.
+    """
+    row, one = mx.ones((1, 1, 1, 1)), mx.ones((1, 1, 1))
+    position, offset = mx.zeros((1, 1, 1), mx.int32), mx.ones((1,), mx.int32)
+    try:
+        ranks = qfilters_score(row, row, one, position, offset, n_sink=0, recent=0, sign=1)
+        cut = threshold_and_quota(ranks, position, 1)
+        mx.eval(evict_apply(row, row, ranks, ranks, position, cut, keep=1))
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
 def qfilters_score(
     keys: mx.array,
     values: mx.array,

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,8 @@ def install(
         _probe_queries(installed, tap)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
     model.make_cache = installed
+    if tap is not None:
+        weakref.finalize(model, tap.remove)  # else a model that is dropped would leave its tap in shared code
     shown = {**any_method.settings, **({} if own_budgets is None else {"budget": list(own_budgets.values())})}
     return InstallReport(any_method.name, shown, plan)
 

@@ -100,7 +100,7 @@ def selected(rows: Sequences, indices: Sequence[int]) -> Sequences:
     left = replace(
         rows,
         record=None if rows.record is None else batch.take(rows.record, indices),
-        offsets=tuple(rows.offsets[index] for index in indices),
+        offsets=tuple(rows.offsets[index] for index in indices) if rows.batched else rows.offsets,
         lengths=None if rows.lengths is None else tuple(rows.lengths[index] for index in indices),
     )
     if left.record is None:
@@ -115,10 +115,11 @@ def selected(rows: Sequences, indices: Sequence[int]) -> Sequences:
 
 def extracted(rows: Sequences, row: int) -> Sequences:
     """One row of the batch, by itself and without padding."""
-    alone = Sequences(offsets=(rows.offsets[row],))
-    if rows.record is None or rows.offsets[row] == 0:
+    offset = rows.offset_per_row[row]
+    alone = Sequences(offsets=(offset,))
+    if rows.record is None or offset == 0:
         return alone
-    n_rows = min(rows.real_rows[row], rows.store.limit)
+    n_rows = min(batch.real_rows(rows.store, offset), rows.store.limit)
     taken = replace(alone, record=batch.take(rows.record, [row]))
     return _known_offsets(taken.with_store(batch.narrow(taken.store, n_rows, ordered=True)))
 

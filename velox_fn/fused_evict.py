@@ -1,25 +1,38 @@
 """Evict a whole block at once: with MLX operations, or with the fused Metal kernels where there is Metal."""
 
+import warnings
+
 import mlx.core as mx
 
-from metal_src import evict_apply, metal_available, threshold_and_quota
+from metal_src import evict_apply, kernel_failure, metal_available, threshold_and_quota
 from velox_fn import checks, select
 from velox_fn.rows import rows_at
 
 
 def resolve_metal(use_metal_kernels: bool | None) -> bool:
-    """Whether to use the Metal kernels: None where they can run, True always, False never.
+    """Whether to use the Metal kernels: None where they compile and run, True always, False never.
 
+    Where there is an Apple GPU and they do not run, None warns with the compiler's words and takes MLX operations.
     Raises ValueError when they are asked for and cannot run here.
     """
-    if use_metal_kernels is None:
-        return metal_available()
-    if use_metal_kernels and not metal_available():
+    if use_metal_kernels is False:
+        return False
+    if not metal_available():
+        if use_metal_kernels is None:
+            return False
         raise ValueError(
             "use_metal_kernels=True needs MLX on an Apple GPU as the default device, and there is none here; leave it "
             "at None to use the kernels where they can run"
         )
-    return use_metal_kernels
+    failure = kernel_failure()
+    if failure is not None and use_metal_kernels:
+        raise ValueError(f"use_metal_kernels=True, but the Metal kernels do not run here: {failure}")
+    if failure is not None:
+        warnings.warn(
+            f"the Metal kernels do not run here, MLX operations take their place; `velox doctor` says more: {failure}",
+            stacklevel=2,
+        )
+    return failure is None
 
 
 def fused_evict(

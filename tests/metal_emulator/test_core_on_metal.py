@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("cxx", "emulated_metal")
 def emulated_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metal as far as the core can tell: launches run in the emulator."""
     monkeypatch.setattr(import_module("velox_fn.fused_evict"), "metal_available", lambda: True)
+    monkeypatch.setattr(import_module("velox_fn.fused_evict"), "kernel_failure", lambda: None)
     monkeypatch.setattr(import_module("velox_fn.fused_evict"), "evict_apply", emulated_evict_apply)
     monkeypatch.setattr(import_module("velox_fn.qfilters"), "qfilters_score", emulated_qfilters_score)
     monkeypatch.setattr(import_module("velox_cache.kernel_parity"), "qfilters_score", emulated_qfilters_score)

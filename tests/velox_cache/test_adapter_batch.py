@@ -236,3 +236,15 @@ def test_values_keep_a_type_of_their_own_beside_an_empty_side():
     batch = EvictingKVCache.merge([EvictingKVCache(method), used])
     view = batch.update_and_fetch(mx.ones((2, 2, 1, 8)), mx.ones((2, 2, 1, 8), mx.float16))
     assert [part.dtype for part in view] == [mx.float32, mx.float16]
+
+
+def test_a_batch_in_lockstep_can_be_filtered_and_its_rows_extracted():
+    cache = EvictingKVCache(qfilters(budget=6, n_sink=1, filters=mx.ones((1, 4))))
+    keys = mx.random.normal((3, 1, 10, 4), key=mx.random.key(0))
+    cache.update_and_fetch(keys, keys)
+    row = cache.extract(2)
+    assert row.offset == 10
+    assert mx.array_equal(kv(row.record)[0], kv(cache.record)[0][2:])
+    cache.filter([2, 0])
+    assert cache.offset == 10
+    assert mx.array_equal(kv(cache.record)[0][:1], kv(row.record)[0])

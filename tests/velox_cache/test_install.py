@@ -1,11 +1,13 @@
 """install: fresh bounded caches wherever mlx_lm asks the model for a prompt cache."""
 
+import gc
 import warnings
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from velox_cache import EvictingKVCache, QFiltersCalibration, install, save_qfilters, uninstall
@@ -219,3 +221,13 @@ def test_a_model_without_full_attention_is_refused_with_the_reason(tiny_model):
 def test_filters_that_are_no_calibration_are_refused(filters, tiny_model):
     with pytest.raises(ValueError, match=r"filters must be .* QFiltersCalibration\(arrays\)"):
         install(tiny_model(), filters=filters)
+
+
+def test_a_model_that_is_dropped_takes_its_tap_along(tiny_model):
+    original = llama.scaled_dot_product_attention
+    model = tiny_model("llama")
+    install(model, "h2o", budget=32)
+    assert llama.scaled_dot_product_attention is not original
+    del model
+    gc.collect()
+    assert llama.scaled_dot_product_attention is original

@@ -1,10 +1,13 @@
 """`fused_evict`: the selection rule over rows that a caller brings."""
 
+from importlib import import_module
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from oracles import best_positions
 
+from metal_src import kernel_failure
 from velox_fn import fused_evict
 
 N = 12
@@ -49,3 +52,20 @@ def test_scores_and_positions_of_another_type_or_shape_are_refused(scores, posit
 def test_a_recent_window_needs_the_offset_of_each_sequence(offset):
     with pytest.raises(ValueError, match=r"needs offset, the tokens seen by each sequence, int32 \[1\]"):
         fused_evict(KEYS, VALUES, mx.array(SCORES), POSITIONS, budget=6, recent=2, offset=offset)
+
+
+def test_kernels_that_do_not_compile_give_way_to_mlx_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("velox_fn.fused_evict")
+    monkeypatch.setattr(module, "metal_available", lambda: True)
+    monkeypatch.setattr(module, "kernel_failure", lambda: "unknown type name 'bfloat'")
+    with pytest.warns(UserWarning, match="unknown type name"):
+        assert not module.resolve_metal(None)
+    with pytest.raises(ValueError, match="unknown type name"):
+        module.resolve_metal(True)
+
+
+def test_kernels_are_tried_before_they_are_trusted() -> None:
+    if not mx.metal.is_available():
+        assert "metal" in str(kernel_failure()).lower()
+    else:
+        assert kernel_failure() is None
