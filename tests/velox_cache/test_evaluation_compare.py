@@ -177,6 +177,17 @@ def test_tasks_that_the_full_cache_cannot_do_are_marked():
     assert "not discriminative" in to_markdown(ROWS, "full cache")
 
 
+def test_a_task_that_the_methods_were_left_out_of_has_empty_cells():
+    rows = [row for row in ROWS if (row.subject, row.arm) != ("two_hop", "qfilters")]
+    assert "| qfilters | 8 | 0.00 ± 0.00 (evidence 25%) |  |" in to_markdown(rows, "full cache")
+
+
+def test_figures_leave_out_what_was_not_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [row for row in ROWS if (row.subject, row.arm) != ("two_hop", "qfilters")]
+    assert "tasks.png" in {path.name for path in save_figures(rows, "full cache", tmp_path, "m")}
+
+
 def test_the_table_shows_winner_gap_and_order():
     table = to_markdown(ROWS, "full cache", "fallback")
     closed = (math.exp(2) - math.exp(1.5)) / (math.exp(2) - math.exp(1))
