@@ -5,6 +5,7 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm import load
 
 from velox_cache.embedded_text import held_out_text
 from velox_cache.observed_prefill import observed_prefill
@@ -41,12 +42,21 @@ def differing_victims(call, rank_cap):
     return found
 
 
+def assert_alike(model, tokenizer, rank_cap, layers=None):
+    """At most one step in a thousand evicts another row than exact directions would, and one more: the run is short."""
+    tokens = list(tokenizer.encode(held_out_text()))[: BUDGET + STEPS]
+    (calls,) = observed_prefill(model, tokens, len(tokens))
+    calls = calls if layers is None else [calls[layer] for layer in layers]
+    steps = sum(call.keys.shape[1] for call in calls) * STEPS
+    assert sum(differing_victims(call, rank_cap) for call in calls) <= 1 + steps / 1000
+
+
 @pytest.mark.real_model
 def test_tracked_directions_choose_the_victims_that_exact_ones_choose(smollm2):
     # Its values have 64 dimensions: at rank_cap 16 they would be solved exactly, at 15 they are tracked.
-    model, tokenizer = smollm2
-    tokens = list(tokenizer.encode(held_out_text()))[: BUDGET + STEPS]
-    (calls,) = observed_prefill(model, tokens, len(tokens))
-    layers = (1, 10, 20, 29)
-    differing = sum(differing_victims(calls[layer], 15) for layer in layers)
-    assert differing <= 0.002 * len(layers) * 3 * STEPS
+    assert_alike(*smollm2, rank_cap=15, layers=(1, 10, 20, 29))
+
+
+@pytest.mark.real_model
+def test_tracked_directions_choose_the_same_victims_at_256_dimensions(gemma3_path):
+    assert_alike(*load(str(gemma3_path)), rank_cap=16)
