@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from velox_cache.cli.eval_synthetic import SYNTHETIC, Records, Result
 from velox_cache.cli.method_arguments import METHOD_EXAMPLES, add_method_arguments, install_method, method_settings
 from velox_cache.cli.model_argument import add_model_argument, load_model
 from velox_cache.ranks import launched_rank
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from velox_cache.evaluation.arm_readings import ArmReading
     from velox_cache.evaluation.arms import Arm
 
-Records = list[dict[str, Any]]
 
 EXAMPLES = f"""examples:
   velox eval anisotropy smollm2-135m
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "attention":
             kind.add_argument("--filters", required=True, metavar="FILE", help="filters of `velox calibrate`")
         if name == "synthetic":
-            kind.add_argument("subject", choices=tuple(_SYNTHETIC), help="which method's made-up data")
+            kind.add_argument("subject", choices=tuple(SYNTHETIC), help="which method's made-up data")
         kind.add_argument("--json", metavar="FILE", help="write every number there")
 
 
@@ -70,10 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else f"{value}" for value in record.values()))
     Console().print(table)
     return 0
-
-
-Result = tuple[Records, Records]
-"""All numbers, and the rows of the table."""
 
 
 def _anisotropy(arguments: argparse.Namespace) -> Result:
@@ -208,39 +204,7 @@ def _memory(arguments: argparse.Namespace) -> Result:
 
 
 def _synthetic(arguments: argparse.Namespace) -> Result:
-    return _SYNTHETIC[arguments.subject]()
-
-
-def _synthetic_qfilters() -> Result:
-    import dataclasses
-
-    import numpy as np
-
-    from velox_cache.evaluation.synthetic_qfilters import synthetic_qfilters
-
-    found = synthetic_qfilters()
-    rows: Records = []
-    for geometry, arm in dict.fromkeys((one.geometry, one.arm) for one in found):
-        of = [one for one in found if (one.geometry, one.arm) == (geometry, arm)]
-        rows.append(
-            {
-                "geometry": geometry,
-                "arm": arm,
-                "perturbation": float(np.mean([one.perturbation for one in of])),
-                "better than random by": float(np.mean([one.against_random for one in of])),
-                "filter cosine": "-" if geometry == "isotropic" else float(np.mean([one.filter_cosine for one in of])),
-            }
-        )
-    return [dataclasses.asdict(one) for one in found], rows
-
-
-def _synthetic_curdkv() -> Result:
-    import dataclasses
-
-    from velox_cache.evaluation.synthetic_curdkv import synthetic_curdkv
-
-    rows = [dataclasses.asdict(one) for one in synthetic_curdkv()]
-    return rows, rows
+    return SYNTHETIC[arguments.subject]()
 
 
 def _arm(arguments: argparse.Namespace) -> "Arm":
@@ -287,7 +251,4 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
         "curdkv": _curdkv,
         "synthetic": _synthetic,
     }
-)
-_SYNTHETIC: Mapping[str, Callable[[], Result]] = MappingProxyType(
-    {"qfilters": _synthetic_qfilters, "curdkv": _synthetic_curdkv}
 )
