@@ -8,6 +8,7 @@ The kernels are tested by running the source that MLX generates on the CPU (``te
 not compiled them with Apple's compiler nor measured them on Apple hardware; see ``docs/metal.md``.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
@@ -39,7 +40,7 @@ def metal_available() -> bool:
 def kernel_failure() -> str | None:
     """What stops the kernels from compiling and running here, in MLX's words; None when they run.
 
-    Tries both once on one row. For construction time only: it waits for the device.
+    Tries both once on one row, and warns if that fails. For construction time only: it waits for the device.
     """
     row, one = mx.ones((1, 1, 1, 1)), mx.ones((1, 1, 1))
     position, offset = mx.zeros((1, 1, 1), mx.int32), mx.ones((1,), mx.int32)
@@ -48,6 +49,10 @@ def kernel_failure() -> str | None:
         cut = threshold_and_quota(ranks, position, 1)
         mx.eval(evict_apply(row, row, ranks, ranks, position, cut, keep=1))
     except (RuntimeError, ValueError) as error:
+        warnings.warn(
+            f"the Metal kernels do not run here, MLX operations take their place; see `velox doctor`: {error}",
+            stacklevel=2,
+        )
         return str(error)
     return None
 

@@ -1,7 +1,5 @@
 """Evict a whole block at once: with MLX operations, or with the fused Metal kernels where there is Metal."""
 
-import warnings
-
 import mlx.core as mx
 
 from metal_src import evict_apply, kernel_failure, metal_available, threshold_and_quota
@@ -12,7 +10,7 @@ from velox_fn.rows import rows_at
 def resolve_metal(use_metal_kernels: bool | None) -> bool:
     """Whether to use the Metal kernels: None where they compile and run, True always, False never.
 
-    Where there is an Apple GPU and they do not run, None warns with the compiler's words and takes MLX operations.
+    Where there is an Apple GPU and they do not run, None takes MLX operations; `kernel_failure` has warned once.
     Raises ValueError when they are asked for and cannot run here.
     """
     if use_metal_kernels is False:
@@ -27,11 +25,6 @@ def resolve_metal(use_metal_kernels: bool | None) -> bool:
     failure = kernel_failure()
     if failure is not None and use_metal_kernels:
         raise ValueError(f"use_metal_kernels=True, but the Metal kernels do not run here: {failure}")
-    if failure is not None:
-        warnings.warn(
-            f"the Metal kernels do not run here, MLX operations take their place; `velox doctor` says more: {failure}",
-            stacklevel=2,
-        )
     return failure is None
 
 

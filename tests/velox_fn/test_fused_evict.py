@@ -54,18 +54,17 @@ def test_a_recent_window_needs_the_offset_of_each_sequence(offset):
         fused_evict(KEYS, VALUES, mx.array(SCORES), POSITIONS, budget=6, recent=2, offset=offset)
 
 
-def test_kernels_that_do_not_compile_give_way_to_mlx_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_do_not_compile_give_way_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module("velox_fn.fused_evict")
     monkeypatch.setattr(module, "metal_available", lambda: True)
     monkeypatch.setattr(module, "kernel_failure", lambda: "unknown type name 'bfloat'")
-    with pytest.warns(UserWarning, match="unknown type name"):
-        assert not module.resolve_metal(None)
+    assert not module.resolve_metal(None)
     with pytest.raises(ValueError, match="unknown type name"):
         module.resolve_metal(True)
 
 
+@pytest.mark.skipif(mx.metal.is_available(), reason="the kernels run where there is Metal")
 def test_kernels_are_tried_before_they_are_trusted() -> None:
-    if not mx.metal.is_available():
+    kernel_failure.cache_clear()
+    with pytest.warns(UserWarning, match="do not run here"):
         assert "metal" in str(kernel_failure()).lower()
-    else:
-        assert kernel_failure() is None
