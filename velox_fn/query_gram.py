@@ -61,6 +61,8 @@ def query_gram_update(state: QueryGram, queries: mx.array, valid: mx.array | Non
     batch, _, n_tokens, _ = blocks.shape
     if valid is not None and valid.shape != (batch,):
         raise ValueError(f"valid must be int32 [{batch}], one count per row of queries, got shape {tuple(valid.shape)}")
+    if batch * n_tokens == 0:
+        return state  # nothing to sum, and MLX's sum over an axis of no elements may never end
     with mx.stream(mx.cpu):
         rows = blocks.astype(mx.float64)
         if valid is None:

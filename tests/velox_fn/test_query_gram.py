@@ -228,3 +228,8 @@ def test_gqa_average_of_single_groups_changes_nothing():
 def test_bad_groups_are_refused(filters, n_kv_heads, message):
     with pytest.raises(ValueError, match=message):
         average_gqa_filters(filters, n_kv_heads)
+
+
+def test_a_block_of_no_queries_adds_nothing():
+    state = query_gram_update(query_gram_init(3, 16), mx.ones((3, 5, 16)))
+    assert query_gram_update(state, mx.zeros((3, 0, 16))) is state
