@@ -21,8 +21,9 @@ from mlx_lm.models.cache import CacheList
 
 ATTENTION = "scaled_dot_product_attention"
 
-# Guards which taps a wrapper serves; attention calls read that without a lock.
-_installing = threading.Lock()
+# Guards, between threads, which taps a wrapper serves; attention calls read that without a lock. A thread that holds it
+# may come back to it: the collector drops a model, and with it that model's tap, whenever it likes.
+_installing = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +70,10 @@ class QueryTap:
                     tapped = namespace[ATTENTION]
                     if not isinstance(tapped, _TappedAttention):
                         tapped = namespace[ATTENTION] = _TappedAttention(tapped)
-                    tapped.taps = (*tapped.taps, self)
+                    tapped.admit(self)
                     self._joined.append((namespace, tapped))
+                    if namespace[ATTENTION] is tapped.attention:  # the last other tap went just before this one came
+                        namespace[ATTENTION] = tapped
         return self
 
     def remove(self) -> None:
@@ -80,7 +83,7 @@ class QueryTap:
         """
         with _installing:
             for namespace, tapped in self._joined:
-                tapped.taps = tuple(tap for tap in tapped.taps if tap is not self)
+                tapped.dismiss(self)
                 if not tapped.taps and namespace[ATTENTION] is tapped:
                     namespace[ATTENTION] = tapped.attention
             self._joined.clear()
@@ -144,6 +147,21 @@ class _TappedAttention:
         functools.update_wrapper(self, attention)
         self.attention = attention
         self.taps: tuple[QueryTap, ...] = ()
+
+    def admit(self, tap: QueryTap) -> None:
+        self._exchange(lambda taps: (*taps, tap))
+
+    def dismiss(self, tap: QueryTap) -> None:
+        self._exchange(lambda taps: tuple(other for other in taps if other is not tap))
+
+    def _exchange(self, change: Callable[[tuple[QueryTap, ...]], tuple[QueryTap, ...]]) -> None:
+        """Change the taps, anew if the collector has changed them meanwhile: what it removed must not come back."""
+        while True:
+            before = self.taps
+            after = change(before)
+            if self.taps is before:
+                self.taps = after
+                return
 
     def __call__(
         self, queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, *rest: Any, **options: Any

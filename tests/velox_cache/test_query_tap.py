@@ -1,9 +1,11 @@
 """The tap sees what attention sees, changes nothing, and leaves nothing behind."""
 
 import copy
+import gc
 import importlib.util
 import sys
 import threading
+import weakref
 
 import mlx.core as mx
 import numpy as np
@@ -317,6 +319,47 @@ def test_threads_may_run_while_taps_come_and_go(tiny_model):
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+def test_a_tap_that_the_collector_removes_midway_neither_hangs_another_nor_stays(tiny_model):
+    """The collector may run, and drop a model with its tap, at any allocation: also within another tap's own steps."""
+    model = tiny_model()
+    original = vars(llama)["scaled_dot_product_attention"]
+    staying = QueryTap(model)
+    thresholds = gc.get_threshold()
+    joined = []
+
+    def collect_within(step, after_allocations):
+        gc.collect()
+        dropped = Dropped()
+        weakref.finalize(dropped, QueryTap(model).install().remove)
+        dropped.itself = dropped  # for the collector alone to drop
+        del dropped
+        gc.set_threshold(gc.get_count()[0] + after_allocations)
+        try:
+            step()
+        finally:
+            gc.set_threshold(*thresholds)
+
+    def come_and_go():
+        for allocations in range(8):
+            collect_within(staying.install, allocations)
+            joined.append(staying in getattr(vars(llama)["scaled_dot_product_attention"], "taps", ()))
+            collect_within(staying.remove, allocations)
+        gc.collect()
+
+    thread = threading.Thread(target=come_and_go, daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert all(joined)
+    assert vars(llama)["scaled_dot_product_attention"] is original
+
+
+class Dropped:
+    """Stands for a model in a reference cycle."""
+
+    itself: "Dropped"
 
 
 def test_model_stays_copyable_while_tapped(tiny_model):
