@@ -12,14 +12,15 @@ from velox_cache.evaluation.arms import FULL, Arm, cache_maker
 from velox_cache.evaluation.cells import Cells
 from velox_cache.evaluation.compare import Contender, Measurement, Row, compare
 from velox_cache.evaluation.figures import save_figures
+from velox_cache.evaluation.markdown import to_markdown
 from velox_cache.evaluation.measurements import Workload, reading
+from velox_cache.evaluation.paired import paired_difference
 from velox_cache.evaluation.report import (
     mean_perplexity,
     spread,
     task_verdicts,
     to_csv,
     to_json,
-    to_markdown,
 )
 from velox_cache.evaluation.texts import TEXTS, passages, text_named
 
@@ -180,6 +181,29 @@ def test_tasks_that_the_full_cache_cannot_do_are_marked():
 def test_a_task_that_the_methods_were_left_out_of_has_empty_cells():
     rows = [row for row in ROWS if (row.subject, row.arm) != ("two_hop", "qfilters")]
     assert "| qfilters | 8 | 0.00 ± 0.00 (evidence 25%) |  |" in to_markdown(rows, "full cache")
+
+
+def test_paired_difference_is_that_of_the_same_prompts():
+    found = paired_difference([1, 1, 0, 1], [1, 0, 0, 0])  # differences 0, 1, 0, 1
+    assert (found.mean, found.n) == (0.5, 4)
+    assert found.margin == pytest.approx(1.96 * math.sqrt(1 / 3) / 2)
+    assert found.points() == "+50 ± 57"
+
+
+def test_paired_difference_of_other_prompts_is_refused():
+    with pytest.raises(ValueError, match="the same prompts on both sides, got 2 and 1"):
+        paired_difference([1, 0], [1])
+
+
+def test_the_paired_table_sets_each_arm_beside_the_full_cache_and_a_named_one():
+    def task(arm, budget, *scores):
+        values = {"floor": 0.0, "evidence_kept": 1.0}
+        return [Row("task", "needle", seed, arm, budget, {**values, "score": one}) for seed, one in enumerate(scores)]
+
+    rows = task("full cache", None, 1.0, 1.0) + task("a", 8, 1.0, 0.0) + task("b", 8, 0.0, 0.0)
+    table = to_markdown(rows, "full cache", "b")
+    assert "| needle | 8 | a | -50 ± 98 | +50 ± 98 | 2 |" in table
+    assert "| needle | 8 | b | -100 ± 0 | +0 ± 0 | 2 |" in table
 
 
 def test_figures_leave_out_what_was_not_run(tmp_path):

@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-tasks", action="store_true", help="run all methods on tasks that the full cache cannot do, too"
     )
+    parser.add_argument(
+        "--against",
+        default="qfilters:calibrated=false",
+        metavar="M",
+        help="the method that the tables set the others beside, where it is among them (default: %(default)s)",
+    )
     parser.add_argument("--no-heads", action="store_true", help="leave attention, anisotropy and kept positions out")
     parser.add_argument("--filters", metavar="FILE", help="filters of `velox calibrate` (default: calibrate now)")
     parser.add_argument("--calibration-tokens", type=int, default=3072, metavar="N", help="for that (default: 3072)")
@@ -61,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     from velox_cache.evaluation.arms import FULL, cache_maker
     from velox_cache.evaluation.cells import Cells
     from velox_cache.evaluation.compare import Contender, compare
+    from velox_cache.evaluation.markdown import to_markdown
     from velox_cache.evaluation.tasks import TASKS
 
     budgets = [_count("--budgets", budget) for budget in _listed(arguments.budgets)]
@@ -107,19 +114,19 @@ def run(arguments: argparse.Namespace) -> int:
         "arms": [{"arm": one.arm.label, "settings": one.settings} for one in contenders],
         "environment": report.environment(),
     }
-    named = "qfilters:calibrated=false" if any(arm.label == "qfilters:calibrated=false" for arm in arms) else None
-    markdown = report.to_markdown(rows, FULL.label, named)
+    named = arguments.against if any(arm.label == arguments.against for arm in arms) else None
+    tables = to_markdown(rows, FULL.label, named)
     for file, text in {
         "results.json": report.to_json(rows, about),
         "results.csv": report.to_csv(rows),
-        "results.md": markdown,
+        "results.md": tables,
     }.items():
         (folder / file).write_text(text)
     if not arguments.no_figures:
         from velox_cache.evaluation.figures import save_figures
 
         save_figures(rows, FULL.label, folder, name)
-    Console(width=None if sys.stdout.isatty() else 200).print(markdown, markup=False, highlight=False, soft_wrap=True)
+    Console(width=None if sys.stdout.isatty() else 200).print(tables, markup=False, highlight=False, soft_wrap=True)
     print(f"{folder}: results.json, results.csv, results.md{'' if arguments.no_figures else ' and figures'}")
     return 0
 

@@ -14,7 +14,7 @@ from velox_cache.calibration import Tokenizer
 from velox_cache.observed_prefill import cache_layout
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_fn.key_svd import estimate_filter_dir
-from velox_fn.keydiff import unit_keys
+from velox_fn.scorers import unit_keys
 
 FALLBACK_KEYS = 128
 
