@@ -13,6 +13,7 @@ KERNELS = sorted((ROOT / "metal_src").glob("*.py"))
 # Waiting for the device is right in what runs once: checks at construction, and offline calibration.
 MAY_WAIT = {
     "checks.py": {"finite_matrix"},
+    "fusion.py": {"_checked_arrays"},
     "query_gram.py": {"_check_not_empty", "query_gram_filters", "average_gqa_filters"},
 }
 WAITS = {"item", "tolist", "eval", "async_eval", "synchronize"}

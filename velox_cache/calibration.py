@@ -18,7 +18,7 @@ from velox_cache.observed_prefill import LayerQueries, cache_layout, observed_pr
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_cache.query_tap import model_type
 from velox_fn.checks import whole_number
-from velox_fn.records import arrays
+from velox_fn.scorers import SCORERS
 
 LEAST_TOKENS = 64  # fewer say little about a direction in a space of about as many dimensions
 
@@ -76,7 +76,7 @@ def calibrate(
     if everyone is not None:
         sums, layout = whole_model_sums(sums, layout, model, shard, everyone)
     filters = [_layer_filter(i, sums[i]) if i in sums else None for i in range(len(layout))]
-    statistics = [sums[i].statistics() if i in sums else None for i in range(len(layout))]
+    statistics = [None if layer is None else sums[i].statistics(layer) for i, layer in enumerate(filters)]
     if everyone is not None:  # machines may round differently
         shared = partial(as_rank_0_has_it, group=everyone)
         filters = [None if layer is None else shared(layer) for layer in filters]
@@ -89,6 +89,7 @@ def calibrate(
         dataset=dataset,
         n_tokens=n_tokens,
         layer_layout=layout,
+        terms=tuple(SCORERS),
     )
 
 
@@ -218,7 +219,7 @@ def _layer_sums(
     for block in _observed_blocks(model, sequences, prefill_step_size, progress):
         for call in block:
             sums[call.layer] = with_block(sums.get(call.layer), call)
-        mx.eval([[*arrays(layer.queries), layer.unit_keys] for layer in sums.values()])
+        mx.eval([layer.arrays() for layer in sums.values()])
     return sums
 
 

@@ -4,11 +4,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from velox_fn.eviction import Eviction
+from velox_fn.fusion import TERMS
 from velox_fn.registry import ALIASES, method_factory
 from velox_fn.rope import RopeSpec
 
 PREFIXES = {
     "qfilters": "qfilters_",
+    "fusion": "fusion_",
     "curdkv": "curdkv_",
     "h2o": "h2o_",
     "tova": "tova_",
@@ -37,6 +39,11 @@ class KVCacheConfig:
     qfilters_recent: int = 0  # trailing positions never evicted; about 3/4 of the budget for open-ended generation
     qfilters_calib_tokens: int = 128  # without filters: keys seen before the fallback's filter freezes
     qfilters_sign: int = 1  # +1: high projections stay; -1: low ones
+    fusion_budget: int = 512  # most rows kept, sinks and recent ones included
+    fusion_n_sink: int = 4  # leading positions never evicted
+    fusion_recent: int = 0  # trailing positions never evicted
+    fusion_terms: str = TERMS  # the static scores that are fused, joined by +
+    fusion_combine: str = "max"  # "sum"
     curdkv_budget: int = 512  # most rows kept, sinks and recent ones included
     curdkv_n_sink: int = 4  # leading positions never evicted
     curdkv_recent: int = 0  # trailing positions never evicted

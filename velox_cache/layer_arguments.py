@@ -1,19 +1,22 @@
 """What a method's factory is told about one layer: its calibrated arrays, its index, its rotary embedding."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from velox_cache.layer_statistics import LayerStatistics
 from velox_cache.model_shard import WHOLE, ModelShard
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_cache.rope_of_model import rope_of_layer
 from velox_fn.eviction import Eviction
+from velox_fn.fusion import PER_TERM, arrays_taken, term_names
 from velox_fn.registry import METHODS
 
-CALIBRATED = ("filters", "mean_keys", "query_mean", "query_cov")
+CALIBRATED = ("filters", "mean_keys", "query_mean", "query_cov", *PER_TERM)
 """The factory arguments that come from a calibration."""
 
 PLACE = ("layer", "first_head")
@@ -21,6 +24,9 @@ PLACE = ("layer", "first_head")
 
 POOLS_HEADS = (METHODS["tova"],)
 """Methods that score a row by all heads of its layer together."""
+
+NEED_CALIBRATION = (METHODS["fusion"],)
+"""Methods that can do nothing without one."""
 
 
 def takes_calibration(factory: Callable[..., Eviction]) -> bool:
@@ -40,8 +46,9 @@ def layer_arguments(
 
     calibration: what of one belongs to `shard`, the part of the model that this process holds.
 
-    Raises ValueError when the calibration has nothing for the method or the layer, when a method that renumbers needs
-    a rotary embedding and the model's cannot be read, or when a method pools heads that are on several ranks.
+    Raises ValueError when a method needs a calibration and there is none, when the calibration has nothing for the
+    method or the layer, when a method that renumbers needs a rotary embedding and the model's cannot be read, or when a
+    method pools heads that are on several ranks.
     """
     if shard.head_parts > 1 and factory in POOLS_HEADS:
         raise ValueError(
@@ -49,8 +56,15 @@ def layer_arguments(
             f"{shard.head_parts} ranks, which share nothing of their caches; spread the model's layers instead "
             "(pipeline), or take a method that scores each head by itself, such as qfilters or h2o"
         )
+    if calibration is None and factory in NEED_CALIBRATION:
+        raise ValueError(
+            "this method scores rows in units that come from a calibration, and none is given: run `velox calibrate`, "
+            "and give the file that it makes as filters= (--filters)"
+        )
     wanted = inspect.signature(factory).parameters
-    arguments: dict[str, Any] = {} if calibration is None else calibrated_params(factory, calibration, layer)
+    arguments: dict[str, Any] = {}
+    if calibration is not None:
+        arguments |= calibrated_params(factory, calibration, layer, settings)
     if "layer" in wanted:
         arguments["layer"] = shard.first_layer + layer
     if "first_head" in wanted:
@@ -67,21 +81,45 @@ def layer_arguments(
 
 
 def calibrated_params(
-    factory: Callable[..., Eviction], calibration: QFiltersCalibration, layer: int
+    factory: Callable[..., Eviction],
+    calibration: QFiltersCalibration,
+    layer: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, mx.array]:
-    """The calibrated arrays of one layer that `factory` takes, by argument name."""
-    names = [name for name in inspect.signature(factory).parameters if name in CALIBRATED]
+    """The calibrated arrays of one layer that `factory` takes under these settings, by argument name."""
+    parameters = inspect.signature(factory).parameters
+    names = [name for name in parameters if name in CALIBRATED]
     if not names:
         raise ValueError("this method uses no calibration; leave the calibration out")
+    terms: tuple[str, ...] = ()
+    if "terms" in parameters:
+        terms = term_names(settings.get("terms", parameters["terms"].default))
+        names = list(arrays_taken(terms))
     if names == ["filters"]:
         return {"filters": _of_layer(calibration.filters, layer, "filters")}
     if not calibration.statistics:
         raise ValueError(
             f"the calibration holds filters only, and not {' and '.join(names)}: it was made by an older velox-kv, or "
-            "published by the filters' authors; calibrate again"
+            "published by the filters' authors; calibrate again with `velox calibrate`"
         )
     statistics = _of_layer(calibration.statistics, layer, "statistics")
-    return {name: getattr(statistics, name) for name in names}
+    arrays = {"filters": calibration.filters[layer], **statistics.arrays()}
+    if terms:
+        arrays |= _term_moments(calibration.terms, statistics, terms)
+    return {name: arrays[name] for name in names}
+
+
+def _term_moments(known: Sequence[str], statistics: LayerStatistics, terms: Sequence[str]) -> dict[str, mx.array]:
+    """The columns of the terms, by argument name. Raises ValueError when the calibration lacks one."""
+    means, deviations = statistics.term_means, statistics.term_deviations
+    lacking = [name for name in terms if name not in known]
+    if lacking or means is None or deviations is None:
+        raise ValueError(
+            f"the calibration has no means and deviations of {', '.join(lacking)}: it was made by an older velox-kv; "
+            "calibrate again with `velox calibrate`"
+        )
+    columns = mx.array([known.index(name) for name in terms])
+    return {"means": means[:, columns], "deviations": deviations[:, columns]}
 
 
 def _of_layer(per_layer: Any, layer: int, what: str) -> Any:

@@ -16,6 +16,8 @@ class LayerStatistics:
     mean_keys: mx.array  # [H, D] mean of the keys after RoPE, each at unit norm
     query_mean: mx.array  # [H, D]
     query_cov: mx.array  # [H, D, D]
+    term_means: mx.array | None = None  # [H, T] of the static scores of rows, the calibration's `terms`; None: unknown
+    term_deviations: mx.array | None = None  # [H, T]
 
     def __post_init__(self) -> None:
         for name, array in self.arrays().items():
@@ -27,11 +29,18 @@ class LayerStatistics:
                 f"mean_keys, query_mean and query_cov must be [H,D], [H,D] and [H,D,D], got "
                 f"{[tuple(array.shape) for array in self.arrays().values()]}"
             )
+        moments = [array for array in (self.term_means, self.term_deviations) if array is not None]
+        if moments and (len(moments) < 2 or any(array.shape != (heads, moments[0].shape[-1]) for array in moments)):
+            raise ValueError(
+                f"term_means and term_deviations must both be [H,T] for {heads} heads, got "
+                f"{[tuple(array.shape) for array in moments]}"
+            )
 
     def mapped(self, change: Callable[[mx.array], mx.array]) -> "LayerStatistics":
         """With `change` applied to each array."""
         return LayerStatistics(**{name: change(array) for name, array in self.arrays().items()})
 
     def arrays(self) -> dict[str, mx.array]:
-        """The arrays by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """The arrays that are there, by name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: array for name, array in named.items() if array is not None}

@@ -12,7 +12,7 @@ from velox_cache.distributed import Group, summed, texts_of_all
 from velox_cache.layer_statistics import LayerStatistics
 from velox_cache.model_shard import ModelShard
 from velox_cache.observed_prefill import LayerQueries
-from velox_fn.keydiff import unit_keys
+from velox_cache.term_sums import TermSums, no_term_sums, term_moments, with_rows
 from velox_fn.query_gram import (
     QueryGram,
     average_gqa_filters,
@@ -21,6 +21,8 @@ from velox_fn.query_gram import (
     query_gram_moments,
     query_gram_update,
 )
+from velox_fn.records import arrays, with_arrays
+from velox_fn.scorers import unit_keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,29 +31,38 @@ class LayerSums:
 
     queries: QueryGram
     unit_keys: mx.array  # [H, D] float64: sum of the keys at unit norm
+    terms: TermSums
     scale: float  # of the attention logits
+
+    def arrays(self) -> list[mx.array]:
+        """All sums, for those who evaluate them."""
+        return [*arrays(self.queries), self.unit_keys, *arrays(self.terms)]
 
     def filters(self) -> mx.array:
         """The layer's filters, float32 [H, D]. Raises ValueError as `query_gram_filters` does."""
         return average_gqa_filters(query_gram_filters(self.queries), self.unit_keys.shape[0])
 
-    def statistics(self) -> LayerStatistics:
-        """The layer's mean keys and query moments."""
+    def statistics(self, filters: mx.array) -> LayerStatistics:
+        """The layer's mean keys, query moments, and moments of the static scores, with its filters float32 [H, D]."""
         mean, covariance = query_gram_moments(self.queries, self.unit_keys.shape[0])
         with mx.stream(mx.cpu):
             mean_keys = (self.unit_keys / self.queries.count).astype(mx.float32)
-        return LayerStatistics(mean_keys, mean * self.scale, covariance * self.scale**2)
+        moments = term_moments(self.terms, self.unit_keys, self.queries.count, filters, mean_keys)
+        return LayerStatistics(mean_keys, mean * self.scale, covariance * self.scale**2, *moments)
 
 
 def with_block(sums: LayerSums | None, call: LayerQueries) -> LayerSums:
     """The sums over one more block; None stands for those over none."""
     n_tokens = call.queries.shape[2]
-    new_keys = unit_keys(call.keys[0, :, -n_tokens:]).sum(axis=1)
+    first = call.keys.shape[2] - n_tokens  # tokens seen before
+    keys, values = call.keys[:, :, first:], call.values[:, :, first:]
+    new_keys = unit_keys(keys[0]).sum(axis=1)
     with mx.stream(mx.cpu):
         so_far = mx.zeros(new_keys.shape, mx.float64) if sums is None else sums.unit_keys
         total = so_far + new_keys.astype(mx.float64)
     gram = query_gram_init(call.queries.shape[1], call.queries.shape[3]) if sums is None else sums.queries
-    return LayerSums(query_gram_update(gram, call.queries), total, call.scale)
+    terms = no_term_sums(keys.shape[1], keys.shape[3]) if sums is None else sums.terms
+    return LayerSums(query_gram_update(gram, call.queries), total, with_rows(terms, keys, values, first), call.scale)
 
 
 def whole_model_sums(
@@ -100,19 +111,21 @@ def _agreed(everyone: Sequence[Mapping[str, Any]], what: str) -> dict[int, Any]:
 
 def _summed_layer(
     own: LayerSums | None, shape: Sequence[Any], shard: ModelShard, group: Group
-) -> tuple[QueryGram, mx.array]:
+) -> tuple[QueryGram, mx.array, TermSums]:
     n_query_heads, n_kv_heads, head_dim, _ = shape
     with mx.stream(mx.cpu):
         gram = mx.zeros((n_query_heads, head_dim, head_dim), mx.float64)
         total = mx.zeros((n_query_heads, head_dim), mx.float64)
-        keys = mx.zeros((n_kv_heads, head_dim), mx.float64)
         count = mx.zeros((), mx.float64)
+        terms = no_term_sums(n_kv_heads, head_dim)
+        by_kv_head = [mx.zeros((n_kv_heads, head_dim), mx.float64), *arrays(terms)]
         if own is not None:
             query_heads, kv_heads = shard.heads(n_query_heads), shard.heads(n_kv_heads)
             gram[query_heads], total[query_heads] = own.queries.gram, own.queries.total
             if shard.head_part * n_kv_heads % shard.head_parts == 0:  # of ranks with the same KV head, the first
-                keys[kv_heads] = own.unit_keys
+                for whole, part in zip(by_kv_head, [own.unit_keys, *arrays(own.terms)], strict=True):
+                    whole[kv_heads] = part
             if shard.head_part == 0:  # ranks with other heads saw the same tokens
                 count = own.queries.count
-    gram, total, count, keys = (summed(array, group) for array in (gram, total, count, keys))
-    return QueryGram(gram=gram, total=total, count=count), keys
+    gram, total, count, keys, *others = (summed(array, group) for array in (gram, total, count, *by_kv_head))
+    return QueryGram(gram=gram, total=total, count=count), keys, with_arrays(terms, others)

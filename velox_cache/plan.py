@@ -11,6 +11,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from velox_cache.adapter import EvictingKVCache
 from velox_fn.eviction import Eviction
+from velox_fn.fusion import PER_TERM
 
 _OTHERS = {
     "RotatingKVCache": "a sliding window bounds itself",
@@ -66,7 +67,8 @@ def check_filter_layout(model: nn.Module, layer: int, method: Eviction) -> None:
     """ValueError when the method's calibrated arrays cannot fit the layer's heads, as far as the model tells them."""
     n_kv_heads, head_dim = key_layout(model, layer)
     for name, array in method.params.items():
-        if n_kv_heads not in (None, array.shape[0]) or head_dim not in (None, array.shape[1]):
+        dims = () if name in PER_TERM else array.shape[1:2]
+        if n_kv_heads not in (None, array.shape[0]) or any(head_dim not in (None, dim) for dim in dims):
             raise ValueError(
                 f"layer {layer} has {n_kv_heads} KV heads of dimension {head_dim}, but its {name} have shape "
                 f"{tuple(array.shape)}; they belong to another model, calibrate this one"

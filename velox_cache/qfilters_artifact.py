@@ -14,7 +14,7 @@ import numpy as np
 
 from velox_cache.layer_statistics import LayerStatistics
 
-FORMAT_VERSION = 2  # 1: filters only
+FORMAT_VERSION = 3  # 1: filters only; 2: no moments of static scores
 POST_ROPE = "post-rope"
 HIGHER_IS_KEPT = "higher projection = keep"
 
@@ -37,11 +37,13 @@ class QFiltersCalibration:
     layer_layout: tuple[str, ...] = ()  # per layer the name of its cache class as the model makes it; () if not known
     format_version: int = FORMAT_VERSION
     statistics: Sequence[LayerStatistics | None] = ()  # per layer, for other methods; (): an artifact of filters only
+    terms: tuple[str, ...] = ()  # the static scores whose moments the statistics hold, column by column
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "filters", tuple(self.filters))
         object.__setattr__(self, "layer_layout", tuple(self.layer_layout))
         object.__setattr__(self, "statistics", tuple(self.statistics))
+        object.__setattr__(self, "terms", tuple(self.terms))
         if all(layer is None for layer in self.filters):
             raise ValueError("filters must hold a filter for at least one layer, got none; calibrate the model first")
         for index, layer in enumerate(self.filters):
@@ -57,6 +59,14 @@ class QFiltersCalibration:
                 f"statistics has {len(self.statistics)} entries but filters has {len(self.filters)}; give one per "
                 "layer, or leave them out"
             )
+        for index, statistics in enumerate(self.statistics):
+            means = None if statistics is None else statistics.term_means
+            n_terms = 0 if means is None else means.shape[1]
+            if statistics is not None and n_terms != len(self.terms):
+                raise ValueError(
+                    f"terms names {len(self.terms)} static scores ({', '.join(self.terms)}) but layer {index} has the "
+                    f"moments of {n_terms}; name each column of term_means"
+                )
         if self.layer_layout and len(self.layer_layout) != len(self.filters):
             raise ValueError(
                 f"layer_layout names {len(self.layer_layout)} layers but filters has {len(self.filters)} entries; "
@@ -78,6 +88,7 @@ def save_qfilters(calibration: QFiltersCalibration, path: str | os.PathLike[str]
         "basis": calibration.basis,
         "sign_convention": calibration.sign_convention,
         "layer_layout": calibration.layer_layout,
+        "terms": calibration.terms,
         "has_filter": [layer is not None for layer in calibration.filters],
         "has_statistics": [layer is not None for layer in calibration.statistics],
     }
@@ -117,7 +128,10 @@ def load_qfilters(path: str | os.PathLike[str], expect_model_id: str | None = No
         if missing:
             raise ValueError(f"the filters of layers {missing} are missing; copy the whole file or calibrate again")
         filters = [_stored_filter(i, content[_layer_key(i)]) if has else None for i, has in enumerate(has_filter)]
-        statistics = [_stored_statistics(i, content) if has else None for i, has in enumerate(has_statistics)]
+        names = [field.name for field in fields(LayerStatistics)]
+        if not header.get("terms"):
+            names = [name for name in names if not name.startswith("term_")]
+        statistics = [_stored_statistics(i, names, content) if has else None for i, has in enumerate(has_statistics)]
         calibration = QFiltersCalibration(filters, **header, statistics=statistics, format_version=version)
     except KeyError as error:
         raise ValueError(f"{path} is not a Q-Filters calibration: it has no {error}") from error
@@ -167,8 +181,7 @@ def _check_filter(index: int, layer: mx.array) -> None:
         raise ValueError(f"the filter of layer {index} is not finite; calibrate again on finite activations")
 
 
-def _stored_statistics(index: int, content: dict[str, np.ndarray[Any, Any]]) -> LayerStatistics:
-    names = [field.name for field in fields(LayerStatistics)]
+def _stored_statistics(index: int, names: Sequence[str], content: dict[str, np.ndarray[Any, Any]]) -> LayerStatistics:
     return LayerStatistics(**{name: mx.array(content[f"{name}_{index:04d}"]) for name in names})
 
 

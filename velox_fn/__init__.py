@@ -5,6 +5,7 @@ from velox_fn.curdkv import CurDKVState, curdkv, curdkv_init, curdkv_step, curdk
 from velox_fn.eviction import Eviction, kept_bytes, kept_positions, kv
 from velox_fn.expected_attention import expected_attention
 from velox_fn.fused_evict import fused_evict
+from velox_fn.fusion import fusion
 from velox_fn.h2o import h2o
 from velox_fn.key_svd import estimate_filter_dir
 from velox_fn.keydiff import keydiff
@@ -24,16 +25,19 @@ from velox_fn.random_eviction import random_eviction
 from velox_fn.records import arrays, with_arrays
 from velox_fn.registry import METHODS
 from velox_fn.rope import RopeSpec, rope_remap_positions
+from velox_fn.scorers import SCORERS, StaticScorer
 from velox_fn.snapkv import snapkv
 from velox_fn.streaming_llm import streaming_llm
 from velox_fn.tova import tova
 
 __all__ = [
     "METHODS",
+    "SCORERS",
     "CurDKVState",
     "Eviction",
     "QFiltersState",
     "RopeSpec",
+    "StaticScorer",
     "arrays",
     "average_gqa_filters",
     "compute_qfilters",
@@ -45,6 +49,7 @@ __all__ = [
     "estimate_filter_dir",
     "expected_attention",
     "fused_evict",
+    "fusion",
     "h2o",
     "kept_bytes",
     "kept_positions",

@@ -22,10 +22,9 @@ from velox_fn.dynamic import DynamicState, dynamic_init, land, with_scores
 from velox_fn.eviction import Eviction
 from velox_fn.landing import tied
 from velox_fn.rows import View
+from velox_fn.scorers import MLX_SUMS, minus_cosine, unit_keys
 from velox_fn.static import Params, static_eviction
 from velox_fn.store import used_rows
-
-_LEAST_NORM = 1e-30
 
 
 def keydiff(
@@ -40,7 +39,7 @@ def keydiff(
         checks.finite_matrix("mean_keys", mean_keys, "[n_kv_heads, head_dim]")
         return static_eviction(
             "keydiff",
-            _minus_cosine_terms,
+            _difference,
             budget=budget,
             n_sink=n_sink,
             recent=recent,
@@ -70,18 +69,9 @@ def _running_update(
     unit = unit_keys(rows.keys)
     counted = mx.isfinite(unit) & (positions >= 0)[..., None]
     mean = mx.where(counted, unit, 0.0).sum(axis=2)  # but for its length, which orders nothing
-    store = with_scores(
-        landed.store, _minus_cosine_terms(rows.keys, rows.values, positions, (mean,)).sum(-1), keys.shape[2]
-    )
+    store = with_scores(landed.store, minus_cosine(rows.keys, mean, MLX_SUMS), keys.shape[2])
     return dataclasses.replace(landed, store=store), tied(view, store)
 
 
-def _minus_cosine_terms(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-    # But for the length of the mean, which is the same for all rows of a head.
-    return -(unit_keys(keys) * params[0][:, :, None])
-
-
-def unit_keys(keys: mx.array) -> mx.array:
-    """Keys [...,D] at unit norm, float32; NaN where a key is not finite. Their mean is what `mean_keys` holds."""
-    exact = keys.astype(mx.float32)
-    return exact / mx.maximum(mx.sqrt((exact * exact).sum(-1, keepdims=True)), _LEAST_NORM)
+def _difference(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+    return minus_cosine(keys, params[0], MLX_SUMS)

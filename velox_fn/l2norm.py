@@ -14,6 +14,7 @@ leaves the first two layers whole, here every layer has the budget that it is gi
 import mlx.core as mx
 
 from velox_fn.eviction import Eviction
+from velox_fn.scorers import square_terms
 from velox_fn.static import Params, static_eviction
 
 
@@ -25,5 +26,4 @@ def l2norm(*, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int
 
 
 def _minus_squared_norm(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-    exact = keys.astype(mx.float32)
-    return -(exact * exact)  # the terms of the sum
+    return -square_terms(keys)

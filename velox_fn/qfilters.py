@@ -18,12 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from metal_src import qfilters_score
 from velox_fn import checks
 from velox_fn.eviction import Eviction, Init
 from velox_fn.key_svd import warm_up
 from velox_fn.records import record, replaced
 from velox_fn.rows import View
+from velox_fn.scorers import metal_projection, projection_terms
 from velox_fn.static import Params, Score, per_row, static_update
 from velox_fn.store import Store, init_store
 
@@ -162,15 +162,11 @@ def qfilters(
 
 
 def _projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-    # Not a matrix product: its order of summation may depend on the number of rows, and then so would the kept set.
-    return keys.astype(mx.float32) * params[0][:, :, None]  # the terms of the sum
+    return projection_terms(keys, params[0])
 
 
 def _metal_projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-    # MLX's own reductions on the GPU promise no such order; the kernel's is fixed by the head dimension.
-    at_row = mx.broadcast_to(positions, keys.shape[:3])
-    offset = mx.zeros(keys.shape[:1], mx.int32)
-    return qfilters_score(keys, values, params[0], at_row, offset, n_sink=0, recent=0, sign=1)
+    return metal_projection(keys, values, params[0], positions)
 
 
 def _negated(score: Score) -> Score:

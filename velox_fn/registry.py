@@ -7,6 +7,7 @@ from velox_fn.cur import cur
 from velox_fn.curdkv import curdkv
 from velox_fn.eviction import Eviction
 from velox_fn.expected_attention import expected_attention
+from velox_fn.fusion import fusion
 from velox_fn.h2o import h2o
 from velox_fn.keydiff import keydiff
 from velox_fn.l2norm import l2norm
@@ -19,6 +20,7 @@ from velox_fn.tova import tova
 METHODS: Mapping[str, Callable[..., Eviction]] = MappingProxyType(
     {
         "qfilters": qfilters,
+        "fusion": fusion,
         "curdkv": curdkv,
         "h2o": h2o,
         "tova": tova,

@@ -60,7 +60,7 @@ def rank_scores(ranks: mx.array) -> mx.array:
 def arrival_ranks(scores: mx.array, keys: mx.array, values: mx.array, positions: mx.array, n_sink: int) -> mx.array:
     """Ranks [B,H,S] of rows as they arrive.
 
-    scores float32 [B,H,S], or their terms [B,H,S,D], which are summed here and are not finite where the key is not;
+    scores float32 [B,H,S], or their terms [B,H,S,n], which are summed here and are not finite where the key is not;
     keys [B,H,S,D]; values [B,H,S,D_v]; positions int32, broadcastable to [B,H,S]. A row with a non-finite key, value or
     score competes as -inf; sinks hold +inf.
     """

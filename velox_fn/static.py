@@ -22,7 +22,7 @@ from velox_fn.store import Store, check_block, init_store, overwrites
 
 Params = tuple[mx.array, ...]
 Score = Callable[[mx.array, mx.array, mx.array, Params], mx.array]
-"""(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S], or [B,H,S,D]: its terms,
+"""(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S], or [B,H,S,n]: its terms,
 not finite where the key is not, for the engine to sum. Terms save a pass: one sum then scores and checks a row."""
 
 

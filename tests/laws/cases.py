@@ -20,6 +20,7 @@ BUDGET, N_SINK = 16, 2
 _rng = np.random.default_rng(7)
 _FILTERS = mx.array(_rng.standard_normal((H, D)).astype(np.float32))
 _ROPE = RopeSpec(dims=D, base=50.0).plain()
+_MOMENTS = {"means": mx.array([[0.3, -0.2], [0.1, 0.4]]), "deviations": mx.array([[2.5, 0.9], [3.0, 0.7]])}
 _COVARIANCES = mx.broadcast_to(mx.eye(D), (H, D, D))
 
 ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
@@ -30,6 +31,17 @@ ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
         ("rollback", {"filters": _FILTERS, "recent": 3, "rollback": 4}),
         ("fallback", {"calib_tokens": 6}),
         ("fallback over budget", {"calib_tokens": 25, "recent": 3}),
+    ),
+    "fusion": (
+        ("max", {"filters": _FILTERS, "mean_keys": -_FILTERS, **_MOMENTS}),
+        ("sum", {"filters": _FILTERS, "mean_keys": -_FILTERS, **_MOMENTS, "combine": "sum", "recent": 5}),
+        (
+            "weighted",
+            {"filters": _FILTERS, "mean_keys": _FILTERS + 1, **_MOMENTS, "weights": mx.array([[1, 0.4], [0, 2]])},
+        ),
+        ("rollback", {"filters": _FILTERS, "mean_keys": -_FILTERS, **_MOMENTS, "recent": 3, "rollback": 4}),
+        ("of norms", {**_MOMENTS, "terms": "key_norm+norm_product"}),
+        ("of values", {**_MOMENTS, "terms": "value_norm+recency", "combine": "sum"}),
     ),
     "h2o": (("", {"grace": 4}), ("renumbered", {"grace": 4, "renumber": True, "rope": _ROPE})),
     "streaming_llm": (("", {}), ("renumbered", {"renumber": True, "rope": _ROPE})),

@@ -136,7 +136,7 @@ def test_pickled_objects_are_never_read(path):
         load_qfilters(path)
 
 
-@pytest.mark.parametrize("version", [0, 3, 99])
+@pytest.mark.parametrize("version", [0, 4, 99])
 def test_unknown_version_is_refused(path, version):
     rewrite(path, format_version=np.int64(version))
     with pytest.raises(ValueError, match=f"format version is {version}"):
