@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache
 
+from velox_cache.plan import plain_caches
 from velox_cache.query_tap import ObservedAttention, flat_caches, observe_queries
 
 
@@ -24,12 +25,12 @@ class LayerQueries:
 
 def cache_layout(model: nn.Module) -> tuple[str, ...]:
     """The class names of the caches that the model makes by itself, one per layer."""
-    return tuple(_name(cache) for cache in _own_caches(model))
+    return tuple(_name(cache) for cache in plain_caches(model))
 
 
 def viewed_caches(model: nn.Module) -> list[Any]:
     """Empty caches of the model's own kind for `observed_prefill` to fill."""
-    return [_viewed(cache) for cache in _own_caches(model)]
+    return [_viewed(cache) for cache in plain_caches(model)]
 
 
 def observed_prefill(
@@ -77,11 +78,6 @@ class _ViewedKVCache(KVCache):
     def is_read_by(self, call: ObservedAttention) -> bool:
         """Whether attention read this cache's rows. Some models cast them first, hence shapes and not identity."""
         return self.view is not None and (call.keys.shape, call.values.shape) == tuple(x.shape for x in self.view)
-
-
-def _own_caches(model: nn.Module) -> list[Any]:
-    make_cache = getattr(type(model), "make_cache", None)  # the class's: an instance's may be installed
-    return [KVCache() for _ in model.layers] if make_cache is None else list(make_cache(model))
 
 
 def _viewed(cache: Any) -> Any:
