@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibrated import needed_arrays
 from small_models import some_filters
 
 from velox_cache.layer_arguments import POOLS_HEADS, layer_arguments
@@ -13,13 +14,15 @@ from velox_fn.registry import METHODS, method_factory
 H, D, S = 4, 8, 40
 
 
-def kept(factory, heads, **arguments):
+def kept(name, heads, **arguments):
     """Positions kept of one prompt by these of its heads."""
     rng = np.random.default_rng(0)
     keys, values = (mx.array(rng.standard_normal((1, H, S, D)), mx.float32) for _ in range(2))
     queries = mx.array(rng.standard_normal((1, 2 * H, S, D)), mx.float32)
     small = {"budget": 16, "obs_window": 4, "grace": 2}
+    factory = method_factory(name)
     known = factory.__kwdefaults__ or {}
+    arguments |= {argument: array[heads] for argument, array in needed_arrays(name, H, D).items()}
     method = factory(**{name: value for name, value in small.items() if name in known}, **arguments)
     of_queries = slice(2 * heads.start, 2 * heads.stop)
     state = method.init(1, heads.stop - heads.start, D)
@@ -33,20 +36,19 @@ def kept(factory, heads, **arguments):
     return np.array(kept_positions(state))[0]
 
 
-def halves(factory):
-    first = {"first_head": H // 2} if "first_head" in (factory.__kwdefaults__ or {}) else {}
-    return np.concatenate([kept(factory, slice(0, H // 2)), kept(factory, slice(H // 2, H), **first)])
+def halves(name):
+    first = {"first_head": H // 2} if "first_head" in (method_factory(name).__kwdefaults__ or {}) else {}
+    return np.concatenate([kept(name, slice(0, H // 2)), kept(name, slice(H // 2, H), **first)])
 
 
 @pytest.mark.parametrize("name", [name for name, factory in METHODS.items() if factory not in POOLS_HEADS])
 def test_heads_that_are_apart_keep_what_they_keep_together(name):
-    factory = method_factory(name)
-    np.testing.assert_array_equal(halves(factory), kept(factory, slice(0, H)))
+    np.testing.assert_array_equal(halves(name), kept(name, slice(0, H)))
 
 
-@pytest.mark.parametrize("factory", POOLS_HEADS)
-def test_a_method_that_pools_heads_keeps_other_rows_of_heads_that_are_apart(factory):
-    assert (halves(factory) != kept(factory, slice(0, H))).any()
+@pytest.mark.parametrize("name", [name for name, factory in METHODS.items() if factory in POOLS_HEADS])
+def test_a_method_that_pools_heads_keeps_other_rows_of_heads_that_are_apart(name):
+    assert (halves(name) != kept(name, slice(0, H))).any()
 
 
 @pytest.mark.parametrize("factory", POOLS_HEADS)

@@ -8,6 +8,7 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from calibrated import needed_calibration
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
@@ -59,7 +60,7 @@ def furthest(batched: list[list[mx.array]], alone: list[list[mx.array]]) -> floa
 @pytest.mark.parametrize("method", METHODS)
 def test_ragged_batch_generates_what_each_prompt_does_alone(method: str, tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model(vocab_size=VOCABULARY)
-    vc.install(model, method, budget=BUDGET)
+    vc.install(model, method, budget=BUDGET, filters=needed_calibration(method))
     max_tokens = [20, 10, 25, 15]
     tokens, caches, logprobs = generated(model, PROMPTS, max_tokens)
     alone = [generated(model, [one], [count]) for one, count in zip(PROMPTS, max_tokens, strict=True)]

@@ -14,6 +14,7 @@ import mlx.nn as nn
 import mlx_lm.models.cache as mlx_caches
 import numpy as np
 import pytest
+from calibrated import needed_arrays
 
 import velox_cache as vc
 from velox_fn import METHODS, kept_positions
@@ -24,7 +25,7 @@ METHOD_NAMES = list(METHODS)
 
 
 def small(name: str) -> vc.EvictingKVCache:
-    return vc.EvictingKVCache(method_factory(name)(budget=40))
+    return vc.EvictingKVCache(method_factory(name)(budget=40, **needed_arrays(name)))
 
 
 def block(n_tokens: int, seed: int = 0, batch: int = 1) -> tuple[mx.array, mx.array]:
@@ -123,7 +124,7 @@ def test_state_can_be_read_and_evaluated_before_between_and_after_calls(name: st
 
 @pytest.mark.parametrize("name", METHOD_NAMES)
 def test_rows_stay_within_budget_and_offset_counts_tokens(name: str) -> None:
-    cache = vc.EvictingKVCache(method_factory(name)(budget=140))  # above any warm-up
+    cache = vc.EvictingKVCache(method_factory(name)(budget=140, **needed_arrays(name)))  # above any warm-up
     for n_tokens in (1, 4, 3, 1, 257, 1, 1):
         cache.update_and_fetch(*block(n_tokens))
         assert cache.size() <= 140

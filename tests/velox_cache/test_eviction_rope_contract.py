@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibrated import needed_arrays
 from mlx_lm.models.cache import KVCache
 
 from velox_cache import EvictingKVCache
@@ -24,7 +25,9 @@ def first_layer_keys(model, tokens):
 def test_kept_keys_are_rotated_by_their_true_positions(tiny_model, method, calls):
     # field case 1, in a model: for every method
     model = tiny_model()
-    caches = [EvictingKVCache(method_factory(method)(budget=40, n_sink=2)) for _ in model.layers]
+    caches = [
+        EvictingKVCache(method_factory(method)(budget=40, n_sink=2, **needed_arrays(method))) for _ in model.layers
+    ]
     start = 0
     for n_tokens in calls:
         model(mx.array([TOKENS[start : start + n_tokens]]), cache=caches)

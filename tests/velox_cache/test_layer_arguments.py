@@ -4,6 +4,7 @@ import json
 
 import mlx.core as mx
 import pytest
+from calibrated import needed_calibration
 
 from velox_cache import EvictingKVCache, KVCacheBuilder, KVCacheConfig, QFiltersCalibration, calibrate, install
 from velox_cache.config import PREFIXES
@@ -16,6 +17,7 @@ CALIBRATED = {
     "qfilters": ["filters"],
     "keydiff": ["mean_keys"],
     "expected_attention": ["query_mean", "query_cov"],
+    "fusion": ["filters", "mean_keys", "means", "deviations"],
 }
 
 
@@ -36,6 +38,7 @@ def test_each_layer_gets_its_own_calibrated_arrays(tiny_model, calibration, meth
     for layer, cache in enumerate(model.make_cache()):
         assert list(cache.method.params) == CALIBRATED[method]
         source = {"filters": calibration.filters[layer], **calibration.statistics[layer].arrays()}
+        source |= {"means": source["term_means"][:, :2], "deviations": source["term_deviations"][:, :2]}
         for name, array in cache.method.params.items():
             assert mx.array_equal(array, source[name]).item()
 
@@ -47,7 +50,7 @@ def test_calibrated_scores_are_computed_once(tiny_model, calibration, method):
     assert model.make_cache()[0].method.static
 
 
-@pytest.mark.parametrize("method", ["keydiff", "expected_attention"])
+@pytest.mark.parametrize("method", ["keydiff", "expected_attention", "fusion"])
 def test_calibration_of_filters_only_is_refused_by_methods_that_need_more(tiny_model, calibration, method):
     filters_only = QFiltersCalibration(calibration.filters)
     with pytest.raises(ValueError, match="holds filters only"):
@@ -99,7 +102,7 @@ def test_renumbering_refuses_a_rope_that_cannot_be_read(tiny_model):
 def test_config_has_the_method_and_its_budget(tiny_model, method):
     prefix = PREFIXES[ALIASES.get(method, method)]
     config = KVCacheConfig(method=method, **{f"{prefix}budget": 77, f"{prefix}n_sink": 3})
-    caches = KVCacheBuilder.for_model(tiny_model(), config)
+    caches = KVCacheBuilder.for_model(tiny_model(), config, needed_calibration(method))
     assert {(c.method.settings["budget"], c.method.settings["n_sink"]) for c in caches} == {(77, 3)}
 
 

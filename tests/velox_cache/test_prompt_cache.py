@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models.cache as mlx_caches
 import pytest
+from calibrated import needed_calibration
 from mlx_lm.models.cache import make_prompt_cache
 
 import velox_cache as vc
@@ -22,7 +23,7 @@ NEXT = mx.array([[3, 1, 4]])
 
 
 def used_caches(model: nn.Module, method: str = "qfilters", budget: int = 40, **settings: Any) -> list[Any]:
-    vc.install(model, method, budget=budget, **settings)
+    vc.install(model, method, budget=budget, filters=needed_calibration(method), **settings)
     caches = make_prompt_cache(model)
     model(PROMPT, cache=caches)
     return caches

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
+from calibrated import needed_calibration
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -76,7 +77,7 @@ def test_every_round_leaves_the_state_of_the_accepted_tokens(
 ) -> None:
     model, draft = tiny_model(), tiny_model(seed=1)
     for one in (model, draft):
-        vc.install(one, method, budget=32, rollback=num_draft_tokens)
+        vc.install(one, method, budget=32, rollback=num_draft_tokens, filters=needed_calibration(method))
     caches, draft_caches = replayed(model), replayed(draft)
     tokens = list(
         drafted(

@@ -53,7 +53,8 @@ def method(name: str, shape: Shape, budget: int, **settings: Any) -> Eviction:
     """A registered method, with random parameters where it takes calibrated ones."""
     n_heads, head_dim = shape.n_kv_heads, shape.head_dim
     filters = mx.random.normal((n_heads, head_dim), key=mx.random.key(1))
-    calibrated = {"filters": filters, "mean_keys": filters}
+    moments = mx.ones((n_heads, 2))
+    calibrated = {"filters": filters, "mean_keys": filters, "means": moments, "deviations": moments}
     factory = METHODS[name]
     known = inspect.signature(factory).parameters
     return factory(budget=budget, **{key: value for key, value in calibrated.items() if key in known}, **settings)

@@ -16,6 +16,7 @@ from velox_cache.adapter import EvictingKVCache
 from velox_cache.bench.arms import N_SINK
 from velox_cache.embedded_text import filler_text
 from velox_cache.install import install, uninstall
+from velox_cache.layer_arguments import NEED_CALIBRATION
 from velox_cache.query_tap import observe_queries
 from velox_fn.registry import METHODS
 
@@ -79,14 +80,15 @@ def _makers(model: nn.Module, budget: int | None, filters: Any | None) -> Mappin
         return {"KVCache": lambda: make_prompt_cache(model)}
     n_layers = len(make_prompt_cache(model))
     rotating = {"RotatingKVCache": lambda: [RotatingKVCache(max_size=budget, keep=N_SINK) for _ in range(n_layers)]}
-    slowest_last = sorted(METHODS, key=("expected_attention", "curdkv").__contains__)
+    usable = [name for name, factory in METHODS.items() if filters is not None or factory not in NEED_CALIBRATION]
+    slowest_last = sorted(usable, key=("expected_attention", "curdkv").__contains__)
     return {**rotating, **{name: _installed(model, name, budget, filters) for name in slowest_last}}
 
 
 def _installed(model: nn.Module, name: str, budget: int, filters: Any | None) -> Callable[[], list[Any]]:
     def make() -> list[Any]:
         uninstall(model)
-        install(model, name, budget=budget, filters=filters if name == "qfilters" else None)
+        install(model, name, budget=budget, filters=filters if name in ("qfilters", "fusion") else None)
         caches: list[Any] = make_prompt_cache(model)
         return caches
 

@@ -56,4 +56,5 @@ def _documentation(factory: Callable[..., object]) -> str:
 
 def _is_plain(hint: Any) -> bool:
     options = get_args(hint) or (hint,)  # of a union or a Literal
-    return all(option in (int, float, bool, str, NoneType) or isinstance(option, str) for option in options)
+    plain = (int, float, bool, str, NoneType, tuple[str, ...])
+    return all(option in plain or isinstance(option, str) for option in options)
