@@ -74,21 +74,35 @@ class SideBySideCache:
 def side_by_side(model: nn.Module, prompt_caches: Sequence[Sequence[Any]]) -> Iterator[Step]:
     """A function that feeds one token to each of `prompt_caches` and returns the logits, float32 [A, V].
 
-    Together in one batch where all caches are evicting, plain or sliding ones; one after the other elsewhere.
+    Those that show equally many keys go together in one batch, where all caches are evicting, plain or sliding ones;
+    elsewhere each goes by itself.
     """
-    layers = list(zip(*prompt_caches, strict=True))
-    together = all(isinstance(row, EvictingKVCache | KVCache | RotatingKVCache) for layer in layers for row in layer)
-    stacks = [[SideBySideCache(layer) for layer in layers]] if together else list(map(list, prompt_caches))
+    rows = [row for cache in prompt_caches for row in cache]
+    together = all(isinstance(row, EvictingKVCache | KVCache | RotatingKVCache) for row in rows)
+    groups = _of_equal_length(prompt_caches) if together else [[i] for i in range(len(prompt_caches))]
+    stacks: list[list[Any]] = []
+    for group in groups:
+        layers = list(zip(*(prompt_caches[i] for i in group), strict=True))
+        stacks.append([SideBySideCache(layer) if together else layer[0] for layer in layers])
+    order = mx.argsort(mx.array([i for group in groups for i in group]))
 
     def step(tokens: Sequence[int]) -> mx.array:
-        batches = mx.array(list(tokens)).reshape(len(stacks), -1, 1)
+        batches = [mx.array([[tokens[i]] for i in group]) for group in groups]
         logits = [model(batch, cache=stack)[:, -1] for batch, stack in zip(batches, stacks, strict=True)]
-        found: mx.array = mx.concatenate(logits).astype(mx.float32)
+        found: mx.array = mx.concatenate(logits)[order].astype(mx.float32)
         mx.eval(found)
         return found
 
     with observe_queries(model):
         yield step
+
+
+def _of_equal_length(prompt_caches: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Indices of prompt caches that show the same numbers of keys: a short one is not padded to a long one's length."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, cache in enumerate(prompt_caches):
+        groups.setdefault(tuple(map(_keys_shown, cache)), []).append(i)
+    return list(groups.values())
 
 
 def _keys_shown(cache: Any) -> int:
