@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.adapter import EvictingKVCache, MissingQueriesError
+from velox_cache.fusion_choice import recent_share
 from velox_cache.layer_arguments import CALIBRATED, PLACE, layer_arguments
 from velox_cache.layer_budgets import Budgets, SoloKVCache, layer_budgets
 from velox_cache.model_shard import model_shard
@@ -76,7 +77,8 @@ def install(
     budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
     layer its own, for one sequence at a time (`layer_budgets`). settings: the other arguments of the method's factory,
     such as n_sink, recent. `recent` defaults to three quarters of the budget here: of the shares tried, it follows the
-    full cache's next-token distribution best (docs/evaluation.md); without recent rows prediction loses the tokens it
+    full cache's next-token distribution best (docs/evaluation.md), unless the calibration of a fusion found another (
+    docs/fusion.md); without recent rows prediction loses the tokens it
     needs most. filters: a calibration or the path of one, for the methods that take something from
     it. queries: for methods that score by attention, "true" taps the model's own queries, "proxy" lets the incoming
     keys stand in.
@@ -116,7 +118,8 @@ def install(
             layer_budget = budget if own_budgets is None else own_budgets[entry.layer]
             arguments = settings if layer_budget is None else {"budget": layer_budget, **settings}
             arguments = {**arguments, **layer_arguments(factory, arguments, model, entry.layer, calibration, shard)}
-            methods[entry.layer] = factory(**_with_default_recent(factory, arguments))
+            share = recent_share(factory, settings, calibration)
+            methods[entry.layer] = factory(**_with_default_recent(factory, arguments, share))
             check_filter_layout(model, entry.layer, methods[entry.layer])
     any_method = next(iter(methods.values()))
     tap = QueryTap(model).install() if any_method.needs_queries and queries == "true" else None
@@ -181,7 +184,7 @@ def _check_names(factory: Any, method: str, settings: Mapping[str, Any]) -> None
             raise ValueError(f"{method} has no setting {name!r}; its settings are {', '.join(known)}")
 
 
-def _with_default_recent(factory: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_default_recent(factory: Any, settings: Mapping[str, Any], share: float) -> Mapping[str, Any]:
     parameters = inspect.signature(factory).parameters
     if "recent" not in parameters or "recent" in settings or "budget" not in parameters:
         return settings
@@ -189,4 +192,4 @@ def _with_default_recent(factory: Any, settings: Mapping[str, Any]) -> Mapping[s
     n_sink = settings.get("n_sink", parameters["n_sink"].default if "n_sink" in parameters else 0)
     if not all(isinstance(value, int) for value in (budget, n_sink)):
         return settings  # the factory says what is wrong
-    return {**settings, "recent": max(0, min(3 * budget // 4, budget - n_sink - 1))}
+    return {**settings, "recent": max(0, min(int(share * budget), budget - n_sink - 1))}

@@ -106,6 +106,10 @@ def calibrated_params(
     arrays = {"filters": calibration.filters[layer], **statistics.arrays()}
     if terms:
         arrays |= _term_moments(calibration.terms, statistics, terms)
+        combine = settings.get("combine", parameters["combine"].default)
+        if calibration.fusion is not None and calibration.fusion.is_of(terms, combine):
+            arrays["weights"] = statistics.fusion_weights
+            names.append("weights")
     return {name: arrays[name] for name in names}
 
 

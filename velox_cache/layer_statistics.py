@@ -18,6 +18,7 @@ class LayerStatistics:
     query_cov: mx.array  # [H, D, D]
     term_means: mx.array | None = None  # [H, T] of the static scores of rows, the calibration's `terms`; None: unknown
     term_deviations: mx.array | None = None  # [H, T]
+    fusion_weights: mx.array | None = None  # [H, terms of the calibration's `fusion`]; None: not searched
 
     def __post_init__(self) -> None:
         for name, array in self.arrays().items():
@@ -34,6 +35,11 @@ class LayerStatistics:
             raise ValueError(
                 f"term_means and term_deviations must both be [H,T] for {heads} heads, got "
                 f"{[tuple(array.shape) for array in moments]}"
+            )
+
+        if self.fusion_weights is not None and (self.fusion_weights.ndim != 2 or len(self.fusion_weights) != heads):
+            raise ValueError(
+                f"fusion_weights must be [H,T] for {heads} heads, got shape {tuple(self.fusion_weights.shape)}"
             )
 
     def mapped(self, change: Callable[[mx.array], mx.array]) -> "LayerStatistics":

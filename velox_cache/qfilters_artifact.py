@@ -5,13 +5,14 @@ import os
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from velox_cache.fusion_choice import FusionChoice
 from velox_cache.layer_statistics import LayerStatistics
 
 FORMAT_VERSION = 3  # 1: filters only; 2: no moments of static scores
@@ -38,6 +39,7 @@ class QFiltersCalibration:
     format_version: int = FORMAT_VERSION
     statistics: Sequence[LayerStatistics | None] = ()  # per layer, for other methods; (): an artifact of filters only
     terms: tuple[str, ...] = ()  # the static scores whose moments the statistics hold, column by column
+    fusion: FusionChoice | None = None  # of what the statistics hold weights; None: of nothing
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "filters", tuple(self.filters))
@@ -60,6 +62,8 @@ class QFiltersCalibration:
                 "layer, or leave them out"
             )
         for index, statistics in enumerate(self.statistics):
+            if statistics is not None and (statistics.fusion_weights is None) != (self.fusion is None):
+                raise ValueError(f"layer {index} must have fusion_weights where there is a fusion, and only there")
             means = None if statistics is None else statistics.term_means
             n_terms = 0 if means is None else means.shape[1]
             if statistics is not None and n_terms != len(self.terms):
@@ -89,6 +93,7 @@ def save_qfilters(calibration: QFiltersCalibration, path: str | os.PathLike[str]
         "sign_convention": calibration.sign_convention,
         "layer_layout": calibration.layer_layout,
         "terms": calibration.terms,
+        "fusion": None if calibration.fusion is None else asdict(calibration.fusion),
         "has_filter": [layer is not None for layer in calibration.filters],
         "has_statistics": [layer is not None for layer in calibration.statistics],
     }
@@ -128,9 +133,10 @@ def load_qfilters(path: str | os.PathLike[str], expect_model_id: str | None = No
         if missing:
             raise ValueError(f"the filters of layers {missing} are missing; copy the whole file or calibrate again")
         filters = [_stored_filter(i, content[_layer_key(i)]) if has else None for i, has in enumerate(has_filter)]
-        names = [field.name for field in fields(LayerStatistics)]
-        if not header.get("terms"):
-            names = [name for name in names if not name.startswith("term_")]
+        if header.get("fusion") is not None:
+            header["fusion"] = FusionChoice(**header["fusion"])
+        absent = [part for part, key in (("term_", "terms"), ("fusion_", "fusion")) if not header.get(key)]
+        names = [field.name for field in fields(LayerStatistics) if not field.name.startswith(tuple(absent))]
         statistics = [_stored_statistics(i, names, content) if has else None for i, has in enumerate(has_statistics)]
         calibration = QFiltersCalibration(filters, **header, statistics=statistics, format_version=version)
     except KeyError as error:

@@ -1,13 +1,16 @@
 """Make the Q-Filters of a model: run text through it, gather its queries, keep one direction per KV head and layer.
 
-A few thousand tokens of any text near to what the model will read are enough. Filters belong to one model.
+A few thousand tokens of any text near to what the model will read are enough. Filters belong to one model. The file
+also holds what other calibrated methods take: keydiff, expected_attention, fusion.
 
 Under mlx.launch the ranks share out the text, each with the whole model; with --shard they share out the model.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from velox_cache.cli.model_argument import (
     add_model_argument,
@@ -19,9 +22,16 @@ from velox_cache.cli.model_argument import (
 from velox_cache.cli.stdin import text_from_stdin
 from velox_cache.ranks import launched_rank
 
+if TYPE_CHECKING:
+    import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from velox_cache.qfilters_artifact import QFiltersCalibration
+
 EXAMPLES = """examples:
   velox calibrate smollm2-135m -o filters.npz
   velox calibrate MODEL -o filters.npz --text novel.txt manual.txt --max-tokens 40000
+  velox calibrate smollm2-135m -o filters.npz --search-weights 600
   mlx.launch --hostfile hosts.json -- velox calibrate MODEL -o filters.npz"""
 
 
@@ -45,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="texts are cut into sequences of N tokens (default: 2048)",
     )
+    parser.add_argument(
+        "--search-weights",
+        type=float,
+        metavar="SECONDS",
+        help="then search for weights of the method fusion for so long; goes on with an interrupted search",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of that search (default: 0)")
     add_model_id_argument(parser)
     add_shard_argument(parser, None, "the whole model, and a part of the text")
 
@@ -54,6 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output).expanduser()
     if not output.parent.is_dir():
         raise FileNotFoundError(f"the folder {output.parent} for {output.name} does not exist; make it first")
+
+    if arguments.search_weights is not None and launched_rank() is not None:
+        raise ValueError("--search-weights runs in one process; calibrate under mlx.launch, then search without it")
 
     from velox_cache import calibrate, save_qfilters
     from velox_cache.cli.inspect import describe
@@ -75,8 +95,40 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if not launched_rank():
         save_qfilters(calibration, output)
+    if arguments.search_weights is not None:
+        calibration = _searched(model, tokenizer, calibration, texts, arguments, output)
     print(f"{output}: {describe(calibration)}")
     return 0
+
+
+def _searched(
+    model: "nn.Module",
+    tokenizer: "TokenizerWrapper",
+    calibration: "QFiltersCalibration",
+    texts: Sequence[str],
+    arguments: argparse.Namespace,
+    output: Path,
+) -> "QFiltersCalibration":
+    """The calibration with what a search found, saved; how the search went is printed, and stays beside the output."""
+    from velox_cache import save_qfilters
+    from velox_cache.cli.progress import search_progress
+    from velox_cache.weight_search import search_weights
+
+    state_file = output.with_name(f"{output.name}.search.json")
+    with search_progress(arguments.search_weights) as advance:
+        outcome = search_weights(
+            model,
+            tokenizer,
+            calibration,
+            texts,
+            seconds=arguments.search_weights,
+            seed=arguments.seed,
+            state_file=state_file,
+            advance=advance,
+        )
+    save_qfilters(outcome.calibration, output)
+    print(f"{state_file}: {outcome}")
+    return outcome.calibration
 
 
 def _read(name: str) -> str:

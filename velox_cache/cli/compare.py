@@ -159,6 +159,9 @@ def _calibration(
     digest = hashlib.sha256()
     for filters in calibration.filters:
         digest.update(b"" if filters is None else np.asarray(filters).tobytes())
+    for layer in calibration.statistics:
+        if layer is not None and layer.fusion_weights is not None:  # the rest of a file comes with its filters
+            digest.update(np.asarray(layer.fusion_weights).tobytes() + repr(calibration.fusion).encode())
     return calibration, digest.hexdigest()[:16]
 
 

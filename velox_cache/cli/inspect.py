@@ -36,6 +36,12 @@ def describe(calibration: "QFiltersCalibration") -> str:
         f"{calibration.n_samples:,} queries per head",
         f"  convention   {calibration.basis} queries, {calibration.sign_convention}",
     ]
+    if calibration.fusion is not None:
+        choice = calibration.fusion
+        lines.append(
+            f"  fusion       weights of {'+'.join(choice.terms)} by {choice.combine}, recent {choice.recent_share:.0%} "
+            "of the budget, found by search"
+        )
     if without:
         lines.append(f"  no filter    layers {', '.join(without)}: no plain full-attention cache there")
     return "\n".join(lines)

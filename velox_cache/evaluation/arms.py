@@ -8,6 +8,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from velox_cache.fusion_choice import without_weights
 from velox_cache.install import install, uninstall
 from velox_cache.layer_arguments import takes_calibration
 from velox_cache.qfilters_artifact import QFiltersCalibration
@@ -25,6 +26,7 @@ class Arm:
     method: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     calibrated: bool = True  # a method that takes something of a calibration gets it
+    searched: bool = True  # and with it the weights that a search has found
 
     @property
     def budget(self) -> int | None:
@@ -36,7 +38,8 @@ FULL = Arm("full cache")
 
 
 def parse_arm(text: str, budget: int) -> Arm:
-    """The arm that `method:setting=value:...` names, at a budget; `calibrated=false` leaves the calibration out.
+    """The arm that `method:setting=value:...` names, at a budget; `calibrated=false` leaves the calibration out,
+    and `searched=false` the weights that a search has added to it.
 
     Values are whole numbers, shares of the budget such as 1/4, true, false or words. Raises ValueError when the method
     is unknown or the text is not of that form.
@@ -49,8 +52,8 @@ def parse_arm(text: str, budget: int) -> Arm:
         if not equals or not name:
             raise ValueError(f"an arm is method:setting=value:..., such as qfilters:recent=0, got {text!r}")
         settings[name] = _value(value, budget)
-    calibrated = bool(settings.pop("calibrated", True))
-    return Arm(text, method, {"budget": budget, **settings}, calibrated)
+    calibrated, searched = (bool(settings.pop(name, True)) for name in ("calibrated", "searched"))
+    return Arm(text, method, {"budget": budget, **settings}, calibrated, searched)
 
 
 def cache_maker(model: nn.Module, arm: Arm, calibration: QFiltersCalibration | None = None) -> MakeCache:
@@ -62,6 +65,8 @@ def cache_maker(model: nn.Module, arm: Arm, calibration: QFiltersCalibration | N
     uninstall(model)
     if arm.method is None:
         return lambda: make_prompt_cache(model)
+    if calibration is not None and not arm.searched:
+        calibration = without_weights(calibration)
     calibrated = arm.calibrated and takes_calibration(method_factory(arm.method))
     install(model, arm.method, filters=calibration if calibrated else None, **arm.settings)
     make: MakeCache = model.make_cache

@@ -1,0 +1,66 @@
+"""A candidate of the search over the weights of a fusion, and how it changes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from velox_cache.fusion_choice import RECENT_SHARE, FusionChoice, with_weights
+from velox_cache.qfilters_artifact import QFiltersCalibration
+
+LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""The weights that a term may have."""
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+"""The shares of the budget that recent rows may have."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Weights as indices of LEVELS, by layer, head and term, and the recent share as an index of SHARES."""
+
+    levels: Mapping[int, tuple[tuple[int, ...], ...]]
+    share: int = SHARES.index(RECENT_SHARE)
+
+    def in_calibration(self, calibration: QFiltersCalibration, choice: FusionChoice) -> QFiltersCalibration:
+        """The calibration with this candidate's weights."""
+        weights = {layer: mx.array([[LEVELS[i] for i in head] for head in own]) for layer, own in self.levels.items()}
+        return with_weights(calibration, replace(choice, recent_share=SHARES[self.share]), weights)
+
+    def plain(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {"levels": {str(layer): own for layer, own in self.levels.items()}, "share": self.share}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Candidate":
+        levels = {int(layer): tuple(tuple(head) for head in own) for layer, own in plain["levels"].items()}
+        return cls(levels, plain["share"])
+
+
+def equal_weights(calibration: QFiltersCalibration, n_terms: int) -> Candidate:
+    """The candidate that the search begins with, which is also what holds without one."""
+    one_head = (LEVELS.index(1.0),) * n_terms
+    return Candidate({i: (one_head,) * f.shape[0] for i, f in enumerate(calibration.filters) if f is not None})
+
+
+def changed(candidate: Candidate, rng: np.random.Generator) -> Candidate:
+    """The candidate with the recent share moved to a neighbour, or one term's weight in some consecutive layers."""
+    if rng.random() < 0.15:
+        share = int(np.clip(candidate.share + rng.choice((-1, 1)), 0, len(SHARES) - 1))
+        return replace(candidate, share=share)
+    layers = list(candidate.levels)
+    length = min(len(layers), 2 ** int(rng.integers(0, len(layers).bit_length() + 1)))
+    first = int(rng.integers(0, len(layers) - length + 1))
+    term = int(rng.integers(len(next(iter(candidate.levels.values()))[0])))
+    step = int(rng.choice((-1, 1)))
+    head = int(rng.integers(1 << 16)) if rng.random() < 1 / 3 else None  # one head of each layer, or all
+    levels = dict(candidate.levels)
+    for layer in layers[first : first + length]:
+        own = [list(weights) for weights in levels[layer]]
+        for weights in own if head is None else [own[head % len(own)]]:
+            level = int(np.clip(weights[term] + step, 0, len(LEVELS) - 1))
+            if level > 0 or sum(weights) > weights[term]:  # at least one term stays
+                weights[term] = level
+        levels[layer] = tuple(tuple(weights) for weights in own)
+    return replace(candidate, levels=levels)

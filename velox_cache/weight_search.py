@@ -1,0 +1,223 @@
+"""Search for the weights of a fusion, by what counts: the next-token distribution of the full cache.
+
+A candidate is a weight for each term, head and layer, and the share of the budget that recent rows get. Prompts are
+prefilled once; each candidate evicts from them anew, and a continuation, half of it new and half repeated from early in
+the prompt, is read in one block. Its loss is the mean KL divergence from the full cache's distributions. A step changes
+the best candidate so far, and is kept when the loss falls: a (1+1) evolution whose steps are drawn from the seed and
+the step's number alone, so that a search that was interrupted goes on as if it had not been.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from velox_cache.calibration import Tokenizer
+from velox_cache.evaluation.arms import Arm, cache_maker
+from velox_cache.evaluation.fidelity import token_fidelity
+from velox_cache.evaluation.shared_prefill import SharedPrefill, shared_prefill
+from velox_cache.evaluation.texts import passages
+from velox_cache.fusion_candidate import Candidate, changed, equal_weights
+from velox_cache.fusion_choice import RECENT_SHARE, FusionChoice, without_weights
+from velox_cache.qfilters_artifact import QFiltersCalibration
+from velox_fn import checks
+from velox_fn.fusion import TERMS, term_names
+
+Advance = Callable[[int, float, float], object]
+"""Called with the steps done, the loss of equal weights, and the best so far."""
+
+
+@dataclass(frozen=True)
+class SearchSizes:
+    """How much text a candidate is tried on. The budgets are shares of the context, which prompts take in turn."""
+
+    n_context: int = 512
+    n_scored: int = 64
+    n_prompts: int = 4
+    n_held_out: int = 4
+    budgets: tuple[float, ...] = (0.25, 0.4)
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """What came of a search. Losses: mean KL to the full cache, nats per token."""
+
+    calibration: QFiltersCalibration  # with the weights that were found, if they were accepted
+    accepted: bool  # they also win on text that the search did not see
+    steps: int
+    equal_loss: float
+    best_loss: float
+    equal_held_out: float
+    best_held_out: float
+
+    def __str__(self) -> str:
+        verdict = "kept" if self.accepted else "not kept: equal weights stay"
+        return (
+            f"{self.steps} steps; KL to the full cache {self.equal_loss:.4f} -> {self.best_loss:.4f} on the searched "
+            f"text, {self.equal_held_out:.4f} -> {self.best_held_out:.4f} on other text; {verdict}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Prompt:
+    prefill: SharedPrefill
+    continuation: list[int]
+    reference: mx.array  # float32 [n, V], log-probabilities under the full cache
+    budget: int
+
+
+@dataclass
+class _Progress:
+    """A search as it stands; what the file beside the output holds."""
+
+    best: Candidate
+    identity: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0
+    equal_loss: float | None = None
+    best_loss: float = float("inf")
+
+
+def search_weights(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    calibration: QFiltersCalibration,
+    texts: Sequence[str],
+    *,
+    seconds: float,
+    terms: str | tuple[str, ...] = TERMS,
+    combine: str = "max",
+    seed: int = 0,
+    sizes: SearchSizes = SearchSizes(),
+    state_file: str | os.PathLike[str] | None = None,
+    most_steps: int | None = None,
+    advance: Advance = lambda steps, equal, best: None,
+) -> SearchOutcome:
+    """Search weights of the fusion of `terms`, for about `seconds`, or `most_steps` in all.
+
+    The first part of the texts serves the search, the last one decides whether what it found is kept: only when its
+    loss there is lower than that of equal weights. state_file: the search is written there step by step, and one that
+    is there is gone on with. Holds the keys, values and queries of all prompts.
+
+    Raises ValueError when the texts are too short, when the state file is of another search, and what `install` raises.
+    """
+    names = term_names(terms)
+    checks.whole_number("seed", seed, 0)
+    if not seconds > 0:
+        raise ValueError(f"seconds must be positive, got {seconds}; a step takes about a second on a small model")
+    plain = without_weights(calibration)
+    choice = FusionChoice(names, combine, RECENT_SHARE)
+    tokens = [token for text in texts for token in tokenizer.encode(text)]
+    searched, held_out = _split(tokens, sizes)
+    started = time.monotonic()
+
+    def loss(candidate: Candidate, prompts: Sequence[_Prompt]) -> float:
+        return _loss(model, candidate.in_calibration(plain, choice), choice, prompts)
+
+    prompts = [_prompt(model, passage, i, seed, sizes) for i, passage in enumerate(searched)]
+    equal = equal_weights(plain, len(names))
+    identity = {
+        "model": plain.model_id,
+        "tokens": plain.n_tokens,
+        "terms": list(names),
+        "combine": combine,
+        "seed": seed,
+        "sizes": json.loads(json.dumps(vars(sizes))),
+    }
+    state = _begun(state_file, identity, equal)
+    if state.equal_loss is None:
+        state.equal_loss = state.best_loss = loss(equal, prompts)
+    while time.monotonic() - started < seconds and (most_steps is None or state.steps < most_steps):
+        candidate = changed(state.best, np.random.default_rng([seed, state.steps]))
+        found = loss(candidate, prompts)
+        if found < state.best_loss:
+            state.best, state.best_loss = candidate, found
+        state.steps += 1
+        _write(state_file, state)
+        advance(state.steps, state.equal_loss, state.best_loss)
+    del prompts
+    others = [_prompt(model, passage, i, seed, sizes) for i, passage in enumerate(held_out)]
+    equal_held_out, best_held_out = loss(equal, others), loss(state.best, others)
+    accepted = best_held_out < equal_held_out
+    return SearchOutcome(
+        calibration=state.best.in_calibration(plain, choice) if accepted else plain,
+        accepted=accepted,
+        steps=state.steps,
+        equal_loss=state.equal_loss,
+        best_loss=state.best_loss,
+        equal_held_out=equal_held_out,
+        best_held_out=best_held_out,
+    )
+
+
+def _split(tokens: list[int], sizes: SearchSizes) -> tuple[list[list[int]], list[list[int]]]:
+    length = sizes.n_context + sizes.n_scored
+    share = sizes.n_prompts / (sizes.n_prompts + sizes.n_held_out)
+    cut = round(share * len(tokens))
+    try:
+        return passages(tokens[:cut], length, sizes.n_prompts), passages(tokens[cut:], length, sizes.n_held_out)
+    except ValueError as error:
+        raise ValueError(
+            f"texts hold {len(tokens)} tokens, too few to search on some and judge on others ({error}); give more text"
+        ) from error
+
+
+def _prompt(model: nn.Module, passage: list[int], index: int, seed: int, sizes: SearchSizes) -> _Prompt:
+    context = passage[: sizes.n_context]
+    half = sizes.n_scored // 2
+    at = int(np.random.default_rng([seed, index]).integers(8, max(9, sizes.n_context // 2 - half)))
+    continuation = passage[sizes.n_context :][: sizes.n_scored - half] + context[at : at + half]
+    prefill = shared_prefill(model, context)
+    full = prefill.into(cache_maker(model, Arm("full cache"))())
+    reference = _logprobs(model, continuation, full)
+    return _Prompt(prefill, continuation, reference, round(sizes.budgets[index % len(sizes.budgets)] * len(context)))
+
+
+def _loss(
+    model: nn.Module, calibration: QFiltersCalibration, choice: FusionChoice, prompts: Sequence[_Prompt]
+) -> float:
+    settings = {"terms": "+".join(choice.terms), "combine": choice.combine}
+    losses = []
+    for prompt in prompts:
+        arm = Arm("candidate", "fusion", {"budget": prompt.budget, **settings})
+        caches = prompt.prefill.into(cache_maker(model, arm, calibration)())
+        _, divergence = token_fidelity(_logprobs(model, prompt.continuation, caches), prompt.reference)
+        losses.append(divergence.mean(dtype=np.float64))
+    return float(np.mean(losses))
+
+
+def _logprobs(model: nn.Module, tokens: list[int], caches: list[Any]) -> mx.array:
+    logits = model(mx.array([tokens]), cache=caches)[0].astype(mx.float32)
+    logprobs: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    mx.eval(logprobs)
+    return logprobs
+
+
+def _begun(file: str | os.PathLike[str] | None, identity: dict[str, Any], equal: Candidate) -> _Progress:
+    if file is None or not Path(file).exists():
+        return _Progress(equal, identity)
+    try:
+        held = json.loads(Path(file).read_text())
+        state = _Progress(
+            Candidate.from_plain(held["best"]), held["identity"], held["steps"], held["equal_loss"], held["best_loss"]
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no search that can be gone on with ({error}); delete it to begin anew") from error
+    if state.identity != identity:
+        raise ValueError(
+            f"{file} holds another search ({state.identity}, where {identity} is asked for); delete it to begin anew"
+        )
+    return state
+
+
+def _write(file: str | os.PathLike[str] | None, state: _Progress) -> None:
+    if file is not None:
+        part = Path(f"{os.fspath(file)}.{os.getpid()}.part")
+        part.write_text(json.dumps({**vars(state), "best": state.best.plain()}))
+        part.replace(file)
