@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--passages", type=int, default=2, metavar="N", help="passages of each text (default: 2)")
     parser.add_argument("--filler", type=int, default=1024, metavar="N", help="tokens of a task's text (default: 1024)")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="prompts of each task (default: 5)")
+    parser.add_argument("--reply", type=int, default=20, metavar="N", help="most tokens of a reply (default: 20)")
     parser.add_argument(
         "--all-tasks", action="store_true", help="run all methods on tasks that the full cache cannot do, too"
     )
@@ -80,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         tasks=tuple(TASKS) if arguments.tasks == "all" else _listed(arguments.tasks),
         n_filler=arguments.filler,
         n_seeds=arguments.seeds,
+        n_reply=arguments.reply,
     )
     model, tokenizer = load_model(arguments.model)
     name = model_id(arguments.model)
