@@ -132,6 +132,7 @@ class EvictingKVCache:
             )
         real = self._rows.real_tokens(N)
         if self._rows.ragged or min(real) < N:
+            self._finish_rows()
             store = None if self._rows.record is None else self._rows.store
             return ragged_mask(store, N, mx.array(real, mx.int32))
         if N == 1:
@@ -143,7 +144,7 @@ class EvictingKVCache:
     @property
     def state(self) -> tuple[Any, ...]:
         """Everything needed to go on: a JSON header, then arrays. Valid at any time."""
-        self._refuse_unobserved()
+        self._finish_rows()
         self._view = None
         return pack_state(self._method, self._rows, self._true_queries, self._can_take_back)
 
@@ -202,6 +203,7 @@ class EvictingKVCache:
                     f"install with rollback={n} or more"
                 )
             self._can_take_back -= n
+        self._finish_rows()
         self._rows, self._view = trimmed(self._rows, n), None
         return n
 
@@ -228,12 +230,12 @@ class EvictingKVCache:
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep only these rows of the batch, in this order."""
-        self._refuse_unobserved()
+        self._finish_rows()
         self._rows, self._view = selected(self._rows, [int(index) for index in batch_indices]), None
 
     def extract(self, idx: int) -> Self:
         """Row `idx` as an unbatched cache of its own."""
-        self._refuse_unobserved()
+        self._finish_rows()
         row = self._of(self._method, self._true_queries)
         row._rows = extracted(self._rows, idx)
         row._can_take_back = self._can_take_back
@@ -329,12 +331,18 @@ class EvictingKVCache:
 
     def _absorb(self, caches: Sequence["EvictingKVCache"]) -> None:
         for cache in caches:
-            cache._refuse_unobserved()
+            cache._finish_rows()
             if not same_method(caches[0]._method, cache._method):
                 given = [f"{one._method.name} {dict(one._method.settings)}" for one in (caches[0], cache)]
                 raise ValueError(f"only caches of one method with one set of settings can share a batch, got {given}")
         self._can_take_back = 0  # a batch holds no rows aside from before
         self._rows, self._view = merged([cache._rows for cache in caches], self._method), None
+
+    def _finish_rows(self) -> None:
+        """Make up for what an update puts off, for callers that need every row's rank. Raises as below."""
+        self._refuse_unobserved()
+        if self._rows.record is not None:
+            self._rows = dataclasses.replace(self._rows, record=self._method.scored(self._rows.record))
 
     def _refuse_unobserved(self) -> None:
         if self._unobserved is not None:

@@ -72,17 +72,26 @@ class Eviction:
     needs_queries: bool = False
     static: bool = True
     observation: Observation | None = None
+    scored: Callable[[Any], Any] = lambda state: state
+    """state -> state with a rank on each row. Within the budget a static method may put scoring off, and whatever reads
+    ranks beside its `update` (merging, trimming, saving) needs them."""
 
 
 def kv(state: State) -> View:
     """The kept rows, keys [B,H,n,D] and values [B,H,n,D_v], in temporal order; padding of ragged batches last."""
-    rows = kept_rows(state.store)
+    store = state.store
+    if store.unscored:  # all tokens, in order
+        return store.keys[:, :, : store.filled], store.values[:, :, : store.filled]
+    rows = kept_rows(store)
     return rows.keys, rows.values
 
 
 def kept_positions(state: State) -> mx.array:
     """Absolute token positions int32 [B,H,n] of the rows of `kv(state)`; -1 for padding."""
-    return select.rank_positions(kept_rows(state.store).ranks)
+    store = state.store
+    if store.unscored:
+        return mx.broadcast_to(mx.arange(store.filled, dtype=mx.int32), (*store.ranks.shape[:2], store.filled))
+    return select.rank_positions(kept_rows(store).ranks)
 
 
 def kept_bytes(state: State) -> int:

@@ -92,9 +92,9 @@ def append(store: Store, block: Rows, offset: mx.array) -> Store:
     n_tokens = block.keys.shape[2]
     filled = store.filled + n_tokens
     if filled <= store.keys.shape[2]:
-        keys = _written(store.keys, block.keys, store.filled)
-        values = _written(store.values, block.values, store.filled)
-        ranks = _written(store.ranks, block.ranks, store.filled)
+        keys = written(store.keys, block.keys, store.filled)
+        values = written(store.values, block.values, store.filled)
+        ranks = written(store.ranks, block.ranks, store.filled)
     else:
         room = min(-(-filled // _GROWTH) * _GROWTH, store.limit + 1) - filled
         used = used_rows(store)
@@ -104,7 +104,33 @@ def append(store: Store, block: Rows, offset: mx.array) -> Store:
     return replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, filled=filled)
 
 
-def _written(target: mx.array, rows: mx.array, start: int) -> mx.array:
+def puts_off(store: Store, n_tokens: int) -> bool:
+    """Whether the next S tokens may come without ranks: while nothing has to leave, nobody asks for them.
+
+    They are due when the room is used up, so that they are made for a few hundred rows at a time.
+    """
+    whole = store.ordered and store.filled == store.seen_by_all  # the rows are all tokens, in order
+    return n_tokens == 1 and whole and store.filled < min(store.most_kept, store.keys.shape[2])
+
+
+def append_unscored(store: Store, key: mx.array, value: mx.array) -> tuple[Store, View]:
+    """`store` with one more row [B,H,1,D], [B,H,1,D_v], and its view: what mlx_lm's own cache does, and no more."""
+    filled = store.filled + 1
+    keys, values = written(store.keys, key, store.filled), written(store.values, value, store.filled)
+    longer = replaced(
+        store,
+        keys=keys,
+        values=values,
+        offset=mx.array([filled] * key.shape[0], mx.int32),  # known here: a constant, where a sum is a kernel
+        filled=filled,
+        seen_by_all=store.seen_by_all + 1,
+        unscored=store.unscored + 1,
+    )
+    return longer, (keys[:, :, :filled], values[:, :, :filled])
+
+
+def written(target: mx.array, rows: mx.array, start: int) -> mx.array:
+    """`target` with rows [B,H,S,...] in the places from `start` on."""
     written = mx.array(target)  # a second handle: the assignment below rebinds it and leaves `target` alone
     written[:, :, start : start + rows.shape[2]] = rows
     return written

@@ -24,7 +24,7 @@ from velox_fn.key_svd import warm_up
 from velox_fn.records import record, replaced
 from velox_fn.rows import View
 from velox_fn.scorers import metal_projection, projection_terms
-from velox_fn.static import Params, Score, per_row, static_update
+from velox_fn.static import Params, Score, per_row, scored, static_update
 from velox_fn.store import Store, init_store
 
 
@@ -158,7 +158,13 @@ def qfilters(
         n_kv_heads, head_dim = filters.shape
     init: Init = functools.partial(_init, **settings, filters=filters, use_metal_kernels=use_metal_kernels)
     init(1, n_kv_heads, head_dim)  # refuses settings that cannot work
-    return Eviction(init, qfilters_update, "qfilters", settings, {} if filters is None else {"filters": filters})
+    params = {} if filters is None else {"filters": filters}
+    return Eviction(init, qfilters_update, "qfilters", settings, params, scored=_scored)
+
+
+def _scored(state: QFiltersState) -> QFiltersState:
+    score = _SCORES[state.store.metal, state.sign]
+    return replaced(state, store=scored(state.store, score, (state.filters,)))
 
 
 def _projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:

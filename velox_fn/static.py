@@ -14,7 +14,7 @@ import mlx.core as mx
 from velox_fn import checks
 from velox_fn.eviction import Eviction
 from velox_fn.fused_evict import resolve_metal
-from velox_fn.landing import land, overwrite_victim, settle, tied
+from velox_fn.landing import append_unscored, land, overwrite_victim, puts_off, settle, tied, written
 from velox_fn.records import record, replaced
 from velox_fn.rows import Rows, View, arriving_positions
 from velox_fn.select import arrival_ranks
@@ -45,6 +45,9 @@ def static_update(
     """Take a block in and evict down to the budget."""
     check_block(store, keys, values, valid)
     n_tokens = keys.shape[2]
+    if valid is None and puts_off(store, n_tokens):
+        return append_unscored(store, keys, values)
+    store = scored(store, score, params)
     if valid is None and overwrites(store, n_tokens):
         step = _compiled_step(score, store.n_sink, store.recent)
         k, v, ranks, offset = step(store.keys, store.values, store.ranks, store.offset, keys, values, *params)
@@ -57,6 +60,18 @@ def static_update(
     landed, view = land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     settled = settle(landed, n_tokens)
     return settled, tied(view, settled)
+
+
+def scored(store: Store, score: Score, params: Params) -> Store:
+    """`store` with ranks on the rows that came without: the same bits as if each had been scored when it came."""
+    n_rows = store.unscored
+    if n_rows == 0:
+        return store
+    start = store.filled - n_rows
+    keys, values = store.keys[:, :, start : store.filled], store.values[:, :, start : store.filled]
+    positions = arriving_positions(store.offset - n_rows, n_rows, None)
+    ranks = _ranks(score, store.n_sink, positions, keys, values, *params)
+    return replaced(store, ranks=written(store.ranks, ranks, start), unscored=0)
 
 
 def _ranks(
@@ -128,12 +143,16 @@ def static_eviction(
         valid: mx.array | None = None,
     ) -> tuple[StaticState, View]:
         store, view = static_update(state.store, keys, values, score, state.params, valid)
-        return StaticState(store=store, params=state.params), view
+        return replaced(state, store=store), view
 
     checks.row_limits(budget, n_sink, recent)
     checks.whole_number("rollback", rollback, 0)
     resolve_metal(use_metal_kernels)
-    return Eviction(init, update, name, {**limits, **(settings or {})}, params)
+
+    def all_scored(state: StaticState) -> StaticState:
+        return replaced(state, store=scored(state.store, score, state.params))
+
+    return Eviction(init, update, name, {**limits, **(settings or {})}, params, scored=all_scored)
 
 
 def per_row(array: mx.array, batch: int) -> mx.array:

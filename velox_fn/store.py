@@ -31,6 +31,7 @@ class Store:
     rollback: int  # tokens that `trim` can take back after evictions; as many more rows are kept aside
     metal: bool  # whole blocks are scored and evicted by the Metal kernels
     warm_up: int = 0  # rows kept without evicting while a method gathers what it needs to score; 0 when it is over
+    unscored: int = 0  # the last so many used rows have no rank yet: only while the rows are all tokens, in order
 
     @property
     def most_kept(self) -> int:
@@ -93,8 +94,13 @@ def check_block(store: Store, keys: mx.array, values: mx.array, valid: mx.array 
 
 
 def used_rows(store: Store) -> Rows:
-    """The used rows in physical order, a dead row included."""
+    """The used rows in physical order, a dead row included.
+
+    Raises ValueError while rows wait for their ranks.
+    """
     n = store.filled
+    if store.unscored:
+        raise ValueError(f"{store.unscored} rows have no rank yet; pass the state through the method's `scored` first")
     return Rows(keys=store.keys[:, :, :n], values=store.values[:, :, :n], ranks=store.ranks[:, :, :n])
 
 
