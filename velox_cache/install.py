@@ -77,11 +77,10 @@ def install(
     budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
     layer its own, for one sequence at a time (`layer_budgets`). settings: the other arguments of the method's factory,
     such as n_sink, recent. `recent` defaults to three quarters of the budget here: of the shares tried, it follows the
-    full cache's next-token distribution best (docs/evaluation.md), unless the calibration of a fusion found another (
-    docs/fusion.md); without recent rows prediction loses the tokens it
-    needs most. filters: a calibration or the path of one, for the methods that take something from
-    it. queries: for methods that score by attention, "true" taps the model's own queries, "proxy" lets the incoming
-    keys stand in.
+    full cache's next-token distribution best (docs/evaluation.md); without recent rows prediction loses the tokens it
+    needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that. filters: a
+    calibration or the path of one, for the methods that take something from it. queries: for methods that score by
+    attention, "true" taps the model's own queries, "proxy" lets the incoming keys stand in.
 
     On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
     them installs: its caches hold its own heads and layers, with their part of `filters`, which are the whole model's,

@@ -47,7 +47,7 @@ class LayerSums:
         mean, covariance = query_gram_moments(self.queries, self.unit_keys.shape[0])
         with mx.stream(mx.cpu):
             mean_keys = (self.unit_keys / self.queries.count).astype(mx.float32)
-        moments = term_moments(self.terms, self.unit_keys, self.queries.count, filters, mean_keys)
+        moments = term_moments(self.terms, self.queries.count, filters, mean_keys)
         return LayerStatistics(mean_keys, mean * self.scale, covariance * self.scale**2, *moments)
 
 

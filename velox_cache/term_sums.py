@@ -23,7 +23,8 @@ class TermSums:
 
     keys: mx.array  # [H, D]: sum of k
     key_gram: mx.array  # [H, D, D]: sum of k k^T
-    unit_key_gram: mx.array  # [H, D, D]: the same of keys at unit norm, whose sum is kept elsewhere
+    unit_keys: mx.array  # [H, D]: the same of keys at unit norm
+    unit_key_gram: mx.array  # [H, D, D]
     scores: mx.array  # [H, len(SUMMED)]
     squares: mx.array  # [H, len(SUMMED)]: sum of the squared scores
 
@@ -35,6 +36,7 @@ def no_term_sums(n_kv_heads: int, head_dim: int) -> TermSums:
         return TermSums(
             keys=mx.zeros((n_kv_heads, head_dim), mx.float64),
             key_gram=mx.zeros(square, mx.float64),
+            unit_keys=mx.zeros((n_kv_heads, head_dim), mx.float64),
             unit_key_gram=mx.zeros(square, mx.float64),
             scores=mx.zeros(one_each, mx.float64),
             squares=mx.zeros(one_each, mx.float64),
@@ -52,23 +54,22 @@ def with_rows(sums: TermSums, keys: mx.array, values: mx.array, first_position: 
         return TermSums(
             keys=sums.keys + rows.sum(1),
             key_gram=sums.key_gram + rows.swapaxes(-1, -2) @ rows,
+            unit_keys=sums.unit_keys + unit_rows.sum(1),
             unit_key_gram=sums.unit_key_gram + unit_rows.swapaxes(-1, -2) @ unit_rows,
             scores=sums.scores + exact.sum(1),
             squares=sums.squares + mx.square(exact).sum(1),
         )
 
 
-def term_moments(
-    sums: TermSums, unit_keys: mx.array, count: mx.array, filters: mx.array, mean_keys: mx.array
-) -> tuple[mx.array, mx.array]:
+def term_moments(sums: TermSums, count: mx.array, filters: mx.array, mean_keys: mx.array) -> tuple[mx.array, mx.array]:
     """Means and deviations float32 [H,T] of the terms in the order of SCORERS.
 
-    unit_keys float64 [H,D]: the sum of keys at unit norm. count: rows. filters, mean_keys [H,D]: the directions.
+    count: rows, float64 []. filters, mean_keys float32 [H,D]: the directions.
     """
     with mx.stream(mx.cpu):
         moments = {
             "projection": _of_projections(sums.keys, sums.key_gram, filters.astype(mx.float64)),
-            "key_difference": _of_projections(unit_keys, sums.unit_key_gram, -mean_keys.astype(mx.float64)),
+            "key_difference": _of_projections(sums.unit_keys, sums.unit_key_gram, -mean_keys.astype(mx.float64)),
         }
         moments |= {name: (sums.scores[:, t], sums.squares[:, t]) for t, name in enumerate(SUMMED)}
         means, seconds = (mx.stack([moments[name][i] for name in SCORERS], axis=-1) / count for i in (0, 1))

@@ -132,6 +132,7 @@ def _checked_arrays(names: Sequence[str], given: Mapping[str, mx.array]) -> dict
 
 def _score_params(names: Sequence[str], params: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """What the score function reads: the terms' directions [H,D], then of each term its centre and its spread [H]."""
+    directions = {name: params[name] for name in arrays_taken(names) if name not in PER_TERM}  # in the terms' order
     moments: dict[str, mx.array] = {}
     for t, name in enumerate(names):
         spread = params["deviations"][:, t]
@@ -139,7 +140,7 @@ def _score_params(names: Sequence[str], params: Mapping[str, mx.array]) -> dict[
             weight = params["weights"][:, t]
             spread = mx.where(weight > 0, spread / mx.where(weight > 0, weight, 1.0), 0.0)
         moments |= {f"centre of {name}": params["means"][:, t], f"spread of {name}": spread}
-    return {name: array for name, array in params.items() if name not in PER_TERM} | moments
+    return directions | moments
 
 
 @functools.cache
