@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="prompts of each task (default: 5)")
     parser.add_argument("--reply", type=int, default=20, metavar="N", help="most tokens of a reply (default: 20)")
     parser.add_argument(
-        "--all-tasks", action="store_true", help="run all methods on tasks that the full cache cannot do, too"
+        "--all-tasks",
+        action="store_true",
+        help="run all methods on tasks that the full cache cannot do, too, without trying it first",
     )
     parser.add_argument(
         "--against",
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from velox_cache.evaluation import measurements, report
     from velox_cache.evaluation.arms import FULL, cache_maker
     from velox_cache.evaluation.cells import Cells
-    from velox_cache.evaluation.compare import Contender, compare
+    from velox_cache.evaluation.compare import Contender, Row, compare
     from velox_cache.evaluation.markdown import to_markdown
     from velox_cache.evaluation.tasks import TASKS
 
@@ -101,11 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
         def advance(what: str, n_tokens: int) -> None:
             bar.update(task, description=what, advance=n_tokens)
 
-        ceilings = compare(asked, contenders[:1], cells, advance, group)
-        can = report.task_verdicts(ceilings, FULL.label)
-        wanted += [one for one in asked if can[one.subject] or arguments.all_tasks]
-        left_out = [one for one in ceilings if not can[one.subject] and not arguments.all_tasks]
-        rows = compare(wanted, contenders, cells, advance, group) + left_out
+        left_out: list[Row] = []
+        if not arguments.all_tasks:
+            ceilings = compare(asked, contenders[:1], cells, advance, group)
+            can = report.task_verdicts(ceilings, FULL.label)
+            left_out = [one for one in ceilings if not can[one.subject]]
+            asked = [one for one in asked if can[one.subject]]
+        rows = compare(wanted + asked, contenders, cells, advance, group) + left_out
     if launched_rank():
         return 0
     about = {
