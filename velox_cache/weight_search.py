@@ -115,7 +115,6 @@ def search_weights(
     choice = FusionChoice(names, combine, RECENT_SHARE)
     tokens = [token for text in texts for token in tokenizer.encode(text)]
     searched, held_out = _split(tokens, sizes)
-    started = time.monotonic()
 
     def loss(candidate: Candidate, prompts: Sequence[_Prompt]) -> float:
         return _loss(model, candidate.in_calibration(plain, choice), choice, prompts)
@@ -133,6 +132,7 @@ def search_weights(
     state = _begun(state_file, identity, equal)
     if state.equal_loss is None:
         state.equal_loss = state.best_loss = loss(equal, prompts)
+    started = time.monotonic()
     while time.monotonic() - started < seconds and (most_steps is None or state.steps < most_steps):
         candidate = changed(state.best, np.random.default_rng([seed, state.steps]))
         found = loss(candidate, prompts)

@@ -1,6 +1,7 @@
 """The velox command: quick help, one-line errors, and the real thing on a small model."""
 
 import io
+import json
 import subprocess
 import sys
 
@@ -202,6 +203,18 @@ def test_calibrate_then_inspect(tiny_model, tokenizer, tmp_path, monkeypatch, ca
     described = capsys.readouterr().out
     for fact in ("owner/tiny", "300 tokens", "text.txt", "2 of 2 layers", "2 heads of dimension 8", "post-rope"):
         assert described.count(fact) == 2
+
+
+def test_calibrate_searches_weights_and_says_what_came_of_it(tiny_model, tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate_command, "load_model", lambda model, shard: (tiny_model(), tokenizer))
+    text, filters = tmp_path / "text.txt", tmp_path / "filters.npz"
+    text.write_text("All work and no play makes a dull text. " * 150)
+    words = ["calibrate", "owner/tiny", "-o", str(filters), "--text", str(text), "--max-tokens", "300"]
+    assert main([*words, "--search-weights", "0.01"]) == 0
+    assert "KL to the full cache" in capsys.readouterr().out
+    before = json.loads((tmp_path / "filters.npz.search.json").read_text())["steps"]
+    assert main([*words, "--search-weights", "0.01"]) == 0
+    assert json.loads((tmp_path / "filters.npz.search.json").read_text())["steps"] >= before
 
 
 def test_text_that_is_not_utf8_is_refused(tmp_path, monkeypatch, refused):

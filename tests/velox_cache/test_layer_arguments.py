@@ -1,5 +1,6 @@
 """What install and the builder tell a method about each layer."""
 
+import dataclasses
 import json
 
 import mlx.core as mx
@@ -55,6 +56,37 @@ def test_calibration_of_filters_only_is_refused_by_methods_that_need_more(tiny_m
     filters_only = QFiltersCalibration(calibration.filters)
     with pytest.raises(ValueError, match="holds filters only"):
         install(tiny_model(), method, filters=filters_only)
+
+
+def test_calibration_without_moments_is_refused_by_a_fusion_alone(tiny_model, calibration):
+    older = [dataclasses.replace(layer, term_means=None, term_deviations=None) for layer in calibration.statistics]
+    older = dataclasses.replace(calibration, statistics=older, terms=())
+    install(tiny_model(), "keydiff", filters=older)
+    with pytest.raises(ValueError, match=r"no means and deviations of projection, key_difference.*velox calibrate"):
+        install(tiny_model(), "fusion", filters=older)
+
+
+@pytest.mark.parametrize("terms", ["key_norm+projection", "value_norm", "recency+key_difference"])
+def test_a_fusion_gets_the_columns_of_its_terms(tiny_model, calibration, terms):
+    model = tiny_model()
+    install(model, "fusion", budget=16, filters=calibration, terms=terms)
+    names = terms.split("+")
+    for layer, cache in enumerate(model.make_cache()):
+        found, whole = cache.method.params, calibration.statistics[layer]
+        for t, name in enumerate(names):
+            column = calibration.terms.index(name)
+            assert mx.array_equal(found["means"][:, t], whole.term_means[:, column]).item()
+            assert mx.array_equal(found["deviations"][:, t], whole.term_deviations[:, column]).item()
+        assert ("filters" in found, "mean_keys" in found) == ("projection" in names, "key_difference" in names)
+
+
+def test_a_fusion_without_a_calibration_is_refused(tiny_model):
+    for make in (
+        lambda: install(tiny_model(), "fusion"),
+        lambda: KVCacheBuilder.for_model(tiny_model(), KVCacheConfig(method="fusion")),
+    ):
+        with pytest.raises(ValueError, match="run `velox calibrate`"):
+            make()
 
 
 def test_calibration_for_a_method_that_uses_none_is_refused(tiny_model, calibration):

@@ -255,6 +255,55 @@ def test_file_of_the_first_version_still_loads(calibration, path):
     assert mx.array_equal(loaded.filters[0], calibration.filters[0]).item()
 
 
+@pytest.fixture
+def with_moments(calibration, statistics):
+    def layer(own, seed):
+        means, deviations = (mx.random.normal((2, 3), key=mx.random.key(seed + i)) for i in range(2))
+        return dataclasses.replace(own, term_means=means, term_deviations=mx.abs(deviations))
+
+    statistics = [None if own is None else layer(own, i) for i, own in enumerate(statistics)]
+    return dataclasses.replace(calibration, statistics=statistics, terms=("projection", "key_norm", "recency"))
+
+
+def test_round_trip_keeps_moments_and_their_names(with_moments, tmp_path):
+    save_qfilters(with_moments, tmp_path / "filters.npz")
+    loaded = load_qfilters(tmp_path / "filters.npz")
+    assert (loaded.format_version, loaded.terms) == (3, ("projection", "key_norm", "recency"))
+    for name in ("term_means", "term_deviations"):
+        assert mx.array_equal(getattr(loaded.statistics[2], name), getattr(with_moments.statistics[2], name)).item()
+
+
+@pytest.mark.parametrize("name", ["term_means", "term_deviations"])
+def test_missing_moments_are_noticed(with_moments, tmp_path, name):
+    save_qfilters(with_moments, tmp_path / "filters.npz")
+    rewrite(tmp_path / "filters.npz", **{f"{name}_0002": None})
+    with pytest.raises(ValueError, match=f"{name}_0002"):
+        load_qfilters(tmp_path / "filters.npz")
+
+
+def test_file_of_the_second_version_still_loads(calibration, statistics, tmp_path):
+    path = tmp_path / "filters.npz"
+    save_qfilters(dataclasses.replace(calibration, statistics=statistics), path)
+    with np.load(path) as content:
+        header = json.loads(str(content["header"]))
+    del header["terms"], header["fusion"]
+    rewrite(path, format_version=np.int64(2), header=np.array(json.dumps(header)))
+    loaded = load_qfilters(path)
+    assert (loaded.format_version, loaded.terms, loaded.fusion) == (2, (), None)
+    assert mx.array_equal(loaded.statistics[2].mean_keys, statistics[2].mean_keys).item()
+    assert loaded.statistics[2].term_means is None
+
+
+def test_moments_of_another_number_of_terms_are_refused(with_moments):
+    with pytest.raises(ValueError, match=r"terms names 2 static scores .* but layer 0 has the moments of 3"):
+        dataclasses.replace(with_moments, terms=("projection", "key_norm"))
+
+
+def test_means_without_deviations_are_refused():
+    with pytest.raises(ValueError, match="term_means and term_deviations must both be"):
+        LayerStatistics(mx.zeros((2, 8)), mx.zeros((2, 8)), mx.zeros((2, 8, 8)), term_means=mx.zeros((2, 3)))
+
+
 @pytest.mark.parametrize("name", ["mean_keys", "query_mean", "query_cov"])
 def test_missing_statistics_are_noticed(calibration, statistics, tmp_path, name):
     path = tmp_path / "filters.npz"

@@ -1,0 +1,175 @@
+"""The search for weights of a fusion: its steps, its end, and what is kept of it."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from calibrated import random_calibration
+
+from velox_cache import install, load_qfilters, save_qfilters
+from velox_cache.evaluation.arms import cache_maker, parse_arm
+from velox_cache.fusion_candidate import LEVELS, SHARES, Candidate, changed, equal_weights
+from velox_cache.fusion_choice import FusionChoice, with_weights, without_weights
+from velox_cache.weight_search import SearchSizes, search_weights
+
+TEXT = "".join(map(chr, np.random.default_rng(0).integers(33, 126, size=700)))
+SIZES = SearchSizes(n_context=64, n_scored=16, n_prompts=2, n_held_out=2, budgets=(0.3,))
+CHOICE = FusionChoice(("projection", "key_difference"), "max", 0.5)
+
+
+@pytest.fixture
+def search(tiny_model, tokenizer):
+    def run(**options):
+        options = {"seconds": 1000.0, "most_steps": 12, "sizes": SIZES, **options}
+        return search_weights(tiny_model(), tokenizer, random_calibration(), [TEXT], **options)
+
+    return run
+
+
+def found(outcome):
+    weights = [layer.fusion_weights for layer in outcome.calibration.statistics]
+    return outcome.calibration.fusion, [None if own is None else own.tolist() for own in weights]
+
+
+def test_a_search_only_ever_lowers_the_loss(search):
+    losses = []
+    outcome = search(advance=lambda steps, equal, best: losses.append((steps, equal, best)))
+    assert [steps for steps, _, _ in losses] == list(range(1, 13))
+    best = [best for _, _, best in losses]
+    assert best == sorted(best, reverse=True)
+    assert outcome.best_loss == best[-1] < outcome.equal_loss == losses[0][1]
+
+
+def test_the_same_seed_takes_the_same_steps(search):
+    assert (found(search()), search().best_loss) == (found(search()), search().best_loss)
+
+
+def test_another_seed_takes_others(search):
+    assert search(seed=1).best_loss != search().best_loss
+
+
+def test_an_interrupted_search_goes_on_as_if_it_had_not_been(search, tmp_path):
+    whole = search()
+    search(most_steps=5, state_file=tmp_path / "search.json")
+    rest = search(state_file=tmp_path / "search.json")
+    assert json.loads((tmp_path / "search.json").read_text())["steps"] == rest.steps == 12
+    assert (rest.best_loss, found(rest)) == (whole.best_loss, found(whole))
+
+
+def test_time_bounds_a_search(search):
+    assert search(seconds=1e-9, most_steps=None).steps == 0
+
+
+def test_weights_are_kept_only_where_they_win_on_text_that_was_not_searched(search):
+    outcomes = [search(seed=seed, most_steps=6) for seed in range(6)]
+    for outcome in outcomes:
+        assert outcome.accepted == (outcome.best_held_out < outcome.equal_held_out)
+        assert (outcome.calibration.fusion is not None) == outcome.accepted
+    assert {outcome.accepted for outcome in outcomes} == {True, False}
+
+
+def test_a_search_that_found_nothing_leaves_equal_weights(search):
+    outcome = search(most_steps=0)
+    assert not outcome.accepted
+    assert found(outcome) == (None, [None, None])
+    assert "equal weights stay" in str(outcome)
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"combine": "sum"}, {"terms": "projection+key_norm"}], ids=str)
+def test_the_file_of_another_search_is_refused(search, tmp_path, change):
+    search(most_steps=1, state_file=tmp_path / "search.json")
+    with pytest.raises(ValueError, match="holds another search"):
+        search(state_file=tmp_path / "search.json", **change)
+
+
+def test_a_damaged_file_is_refused(search, tmp_path):
+    (tmp_path / "search.json").write_text('{"steps": 3')
+    with pytest.raises(ValueError, match="delete it to begin anew"):
+        search(state_file=tmp_path / "search.json")
+
+
+def test_too_little_text_is_refused(tiny_model, tokenizer):
+    with pytest.raises(ValueError, match="give more text"):
+        search_weights(tiny_model(), tokenizer, random_calibration(), [TEXT[:120]], seconds=1.0, sizes=SIZES)
+
+
+def test_no_time_is_refused(search):
+    with pytest.raises(ValueError, match="seconds must be positive"):
+        search(seconds=0.0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_step_changes_one_term_or_the_share_and_never_leaves_a_head_without_terms(seed):
+    before = Candidate({0: ((0, 1), (3, 0)), 1: ((1, 0), (5, 5)), 5: ((2, 3), (1, 1))}, share=0)
+    after = changed(before, np.random.default_rng(seed))
+    pairs = [(a, b) for layer in before.levels for a, b in zip(before.levels[layer], after.levels[layer], strict=True)]
+    moved = {t for a, b in pairs for t in range(2) if a[t] != b[t]}
+    assert len(moved) + (before.share != after.share) <= 1
+    assert all(abs(a[t] - b[t]) <= 1 for a, b in pairs for t in range(2))
+    assert all(any(head) for own in after.levels.values() for head in own)
+    assert all(0 <= level < len(LEVELS) for own in after.levels.values() for head in own for level in head)
+    assert 0 <= after.share < len(SHARES)
+
+
+def test_equal_weights_are_those_that_hold_without_a_search(tiny_model):
+    calibration = random_calibration()
+    tokens = mx.array([[(7 * i) % 97 for i in range(60)]])
+    logits = []
+    for weighted in (calibration, equal_weights(calibration, 2).in_calibration(calibration, CHOICE)):
+        model = tiny_model()
+        install(model, "fusion", budget=20, filters=weighted)
+        caches = model.make_cache()
+        model(tokens, cache=caches)
+        logits.append(model(tokens[:, :5], cache=caches))
+    assert mx.array_equal(*logits)
+
+
+@pytest.fixture
+def weighted():
+    weights = {layer: mx.array([[1.0, 0.5], [2.0 + layer, 0.0]]) for layer in range(2)}
+    return with_weights(random_calibration(), CHOICE, weights)
+
+
+def test_weights_survive_the_file(weighted, tmp_path):
+    save_qfilters(weighted, tmp_path / "filters.npz")
+    loaded = load_qfilters(tmp_path / "filters.npz")
+    assert loaded.fusion == CHOICE
+    for found_layer, layer in zip(loaded.statistics, weighted.statistics, strict=True):
+        assert mx.array_equal(found_layer.fusion_weights, layer.fusion_weights)
+
+
+def test_weights_and_share_are_used_by_the_fusion_that_was_searched_and_no_other(tiny_model, weighted):
+    model = tiny_model()
+    for settings, used in (
+        ({}, True),
+        ({"terms": ("projection", "key_difference"), "combine": "max"}, True),
+        ({"combine": "sum"}, False),
+        ({"terms": "key_difference+projection"}, False),
+    ):
+        install(model, "fusion", budget=40, filters=weighted, **settings)
+        methods = [cache.method for cache in model.make_cache()]
+        assert [method.settings["recent"] for method in methods] == [20 if used else 30] * 2
+        assert ["weights" in method.params for method in methods] == [used] * 2
+    install(model, "fusion", budget=40, recent=7, filters=weighted)
+    assert model.make_cache()[0].method.settings["recent"] == 7
+
+
+def test_other_methods_keep_their_own_share(tiny_model, weighted):
+    model = tiny_model()
+    install(model, "qfilters", budget=40, filters=weighted)
+    assert model.make_cache()[0].method.settings["recent"] == 30
+
+
+def test_an_arm_may_leave_the_searched_weights_out(tiny_model, weighted):
+    model = tiny_model()
+    arms = [parse_arm(text, 40) for text in ("fusion", "fusion:searched=false", "fusion:combine=sum:terms=key_norm")]
+    methods = [cache_maker(model, arm, weighted)()[0].method for arm in arms]
+    assert ["weights" in method.params for method in methods] == [True, False, False]
+    assert (methods[2].settings["combine"], methods[2].settings["terms"]) == ("sum", "key_norm")
+
+
+def test_weights_are_taken_out_again(weighted):
+    plain = without_weights(weighted)
+    assert plain.fusion is None
+    assert all(layer.fusion_weights is None for layer in plain.statistics)
