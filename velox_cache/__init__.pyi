@@ -12,6 +12,7 @@ from .prompt_cache import load_prompt_cache, register_with_mlx_lm, save_prompt_c
 from .qfilters_artifact import QFiltersCalibration, import_published_filters, load_qfilters, save_qfilters
 from .qfilters_cache import QFiltersKVCache
 from .query_tap import observe_queries
+from .weight_search import SearchOutcome, search_weights
 
 __all__ = [
     "CurDKVKVCache",
@@ -23,6 +24,7 @@ __all__ = [
     "MissingQueriesError",
     "QFiltersCalibration",
     "QFiltersKVCache",
+    "SearchOutcome",
     "average_gqa_filters",
     "calibrate",
     "collect_query_activations",
@@ -36,6 +38,7 @@ __all__ = [
     "register_with_mlx_lm",
     "save_prompt_cache",
     "save_qfilters",
+    "search_weights",
     "sign_agreement",
     "uninstall",
 ]
