@@ -11,7 +11,7 @@ import pytest
 
 from metal_src import Cut, evict_apply, qfilters_score
 from velox_cache.kernel_parity import compare_kernels
-from velox_fn import fused_evict, kept_positions, kv, qfilters
+from velox_fn import fused_evict, fusion, kept_positions, kv, qfilters
 
 from .capture import capture
 from .emulate import bits, emulate
@@ -25,7 +25,7 @@ def emulated_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("velox_fn.fused_evict"), "metal_available", lambda: True)
     monkeypatch.setattr(import_module("velox_fn.fused_evict"), "kernel_failure", lambda: None)
     monkeypatch.setattr(import_module("velox_fn.fused_evict"), "evict_apply", emulated_evict_apply)
-    monkeypatch.setattr(import_module("velox_fn.qfilters"), "qfilters_score", emulated_qfilters_score)
+    monkeypatch.setattr(import_module("velox_fn.scorers"), "qfilters_score", emulated_qfilters_score)
     monkeypatch.setattr(import_module("velox_cache.kernel_parity"), "qfilters_score", emulated_qfilters_score)
 
 
@@ -122,6 +122,26 @@ def test_qfilters_keeps_the_same_rows_on_both_backends(sign: int, recent: int, f
         assert_same_bits(*kept)
     else:  # the estimated direction is no whole number: sums round differently, in the last bits
         np.testing.assert_array_equal(np.array(kept[0][2]), np.array(kept[1][2]))
+
+
+@pytest.mark.parametrize("terms", ["projection+key_difference", "key_norm+norm_product", "value_norm+recency"])
+@pytest.mark.parametrize("combine", ["max", "sum"])
+def test_fusion_keeps_the_same_rows_on_both_backends(terms: str, combine: str) -> None:
+    rng = np.random.default_rng(2)
+    keys, values = whole_numbers(rng, 2, 3, 90, 16), whole_numbers(rng, 2, 3, 90, 8)
+    directions = {"projection": "filters", "key_difference": "mean_keys"}
+    given = {directions[term]: whole_numbers(rng, 3, 16) for term in terms.split("+") if term in directions}
+    given |= {"means": whole_numbers(rng, 3, 2), "deviations": mx.abs(whole_numbers(rng, 3, 2)) + 1}
+    kept = []
+    for use_metal_kernels in (True, False):
+        method = fusion(
+            budget=24, n_sink=2, recent=5, terms=terms, combine=combine, use_metal_kernels=use_metal_kernels, **given
+        )
+        state = method.init(2, 3, 16, 8, mx.float32)
+        for start, stop in ((0, 50), (50, 57), (57, 90)):
+            state, _ = method.update(state, keys[:, :, start:stop], values[:, :, start:stop])
+        kept.append((*kv(state), kept_positions(state)))
+    assert_same_bits(*kept)
 
 
 def test_the_doctor_finds_the_kernels_right() -> None:
