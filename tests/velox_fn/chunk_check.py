@@ -8,7 +8,7 @@ import json
 import mlx.core as mx
 import numpy as np
 
-from velox_fn import kept_positions, qfilters
+from velox_fn import Eviction, fusion, kept_positions, qfilters
 
 H, D, N = 4, 64, 300
 
@@ -31,8 +31,16 @@ def naive_scores(keys: mx.array, filters: mx.array, calls: list[int]) -> np.ndar
     return np.concatenate([np.array(score) for score in scores], axis=-1)
 
 
-def kept(keys: mx.array, filters: mx.array, calls: list[int], recent: int) -> np.ndarray:
-    method = qfilters(budget=80, recent=recent, filters=filters)
+def methods(filters: mx.array, recent: int) -> list[Eviction]:
+    """Q-Filters, and a fusion whose terms project on the filters and on their mirror images."""
+    moments = {"means": mx.zeros((H, 2)), "deviations": mx.ones((H, 2))}
+    return [
+        qfilters(budget=80, recent=recent, filters=filters),
+        fusion(budget=80, recent=recent, filters=filters, mean_keys=filters[:, ::-1], **moments),
+    ]
+
+
+def kept(method: Eviction, keys: mx.array, calls: list[int]) -> np.ndarray:
     state = method.init(1, H, D, D, keys.dtype)
     start = 0
     for n_tokens in calls:
@@ -49,11 +57,9 @@ def main() -> None:
         keys, filters = near_ties(seed)
         naive += int((naive_scores(keys, filters, [N]) != naive_scores(keys, filters, [1] * N)).sum())
         for dtype in (mx.float32, mx.float16, mx.bfloat16):
-            for recent in (0, 20):
-                whole = kept(keys.astype(dtype), filters, splits[0], recent)
-                changed += sum(
-                    (kept(keys.astype(dtype), filters, calls, recent) != whole).any() for calls in splits[1:]
-                )
+            for method in [*methods(filters, 0), *methods(filters, 20)]:
+                whole = kept(method, keys.astype(dtype), splits[0])
+                changed += sum((kept(method, keys.astype(dtype), calls) != whole).any() for calls in splits[1:])
     print(json.dumps({"naive": naive, "changed": int(changed)}))
 
 
