@@ -2,9 +2,9 @@
 
 A candidate is a weight for each term, head and layer, and the share of the budget that recent rows get. Prompts are
 prefilled once; each candidate evicts from them anew, and a continuation, half of it new and half repeated from early in
-the prompt, is read in one block. Its loss is the mean KL divergence from the full cache's distributions. A step changes
-the best candidate so far, and is kept when the loss falls: a (1+1) evolution whose steps are drawn from the seed and
-the step's number alone, so that a search that was interrupted goes on as if it had not been.
+the prompt, is read token by token, all prompts side by side. Its loss is the mean KL divergence from the full cache's
+distributions. A step changes the best candidate so far, and is kept when the loss falls: a (1+1) evolution whose steps
+are drawn from the seed and the step's number alone, so an interrupted search goes on as if it had not been.
 """
 
 import json
@@ -23,6 +23,7 @@ from velox_cache.calibration import Tokenizer
 from velox_cache.evaluation.arms import Arm, cache_maker
 from velox_cache.evaluation.fidelity import token_fidelity
 from velox_cache.evaluation.shared_prefill import SharedPrefill, shared_prefill
+from velox_cache.evaluation.side_by_side import side_by_side
 from velox_cache.evaluation.texts import passages
 from velox_cache.fusion_candidate import Candidate, changed, equal_weights
 from velox_cache.fusion_choice import RECENT_SHARE, FusionChoice, without_weights
@@ -175,28 +176,33 @@ def _prompt(model: nn.Module, passage: list[int], index: int, seed: int, sizes: 
     continuation = passage[sizes.n_context :][: sizes.n_scored - half] + context[at : at + half]
     prefill = shared_prefill(model, context)
     full = prefill.into(cache_maker(model, Arm("full cache"))())
-    reference = _logprobs(model, continuation, full)
-    return _Prompt(prefill, continuation, reference, round(sizes.budgets[index % len(sizes.budgets)] * len(context)))
+    [reference] = _read(model, [continuation], [full])
+    budget = round(sizes.budgets[index % len(sizes.budgets)] * len(context))
+    return _Prompt(prefill, continuation, reference, budget)
 
 
 def _loss(
     model: nn.Module, calibration: QFiltersCalibration, choice: FusionChoice, prompts: Sequence[_Prompt]
 ) -> float:
     settings = {"terms": "+".join(choice.terms), "combine": choice.combine}
-    losses = []
+    caches = []
     for prompt in prompts:
         arm = Arm("candidate", "fusion", {"budget": prompt.budget, **settings})
-        caches = prompt.prefill.into(cache_maker(model, arm, calibration)())
-        _, divergence = token_fidelity(_logprobs(model, prompt.continuation, caches), prompt.reference)
-        losses.append(divergence.mean(dtype=np.float64))
-    return float(np.mean(losses))
+        caches.append(prompt.prefill.into(cache_maker(model, arm, calibration)()))
+    read = _read(model, [prompt.continuation for prompt in prompts], caches)
+    _, divergence = token_fidelity(read, mx.stack([prompt.reference for prompt in prompts]))
+    return float(divergence.mean(dtype=np.float64))
 
 
-def _logprobs(model: nn.Module, tokens: list[int], caches: list[Any]) -> mx.array:
-    logits = model(mx.array([tokens]), cache=caches)[0].astype(mx.float32)
-    logprobs: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    mx.eval(logprobs)
-    return logprobs
+def _read(model: nn.Module, continuations: Sequence[list[int]], caches: Sequence[list[Any]]) -> mx.array:
+    """Log-probabilities float32 [A,n,V] after each token of continuations of one length, each in caches of its own."""
+    found = []
+    with side_by_side(model, caches) as step:
+        for tokens in zip(*continuations, strict=True):
+            logits = step(tokens)
+            found.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+            mx.eval(found[-1])
+    return mx.stack(found, axis=1)
 
 
 def _begun(file: str | os.PathLike[str] | None, identity: dict[str, Any], equal: Candidate) -> _Progress:
