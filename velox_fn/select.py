@@ -90,11 +90,22 @@ def _arrival_ranks(scores: mx.array, keys: mx.array, values: mx.array, positions
     return _packed(ordered, mx.broadcast_to(positions, ordered.shape))
 
 
+def largest_magnitude(rows: mx.array) -> mx.array:
+    """The largest magnitude [...] in each row of rows [...,D], of their dtype; not finite where a number is not.
+
+    By its bits, since an integer maximum costs a small part of floating-point work in half precision on a CPU.
+    """
+    return _largest_bits(rows).view(rows.dtype)
+
+
 def _any_not_finite(rows: mx.array) -> mx.array:
-    """Whether a row of rows [...,D] holds a number that is not finite: by its bits, since an integer maximum costs a
-    small part of floating-point work in half precision on a CPU. bool [...]"""
-    integers, all_but_sign, infinity = _BITS[rows.dtype]
-    return (rows.view(integers) & all_but_sign).max(-1) >= infinity
+    """Whether a row of rows [...,D] holds a number that is not finite. bool [...]"""
+    return _largest_bits(rows) >= _BITS[rows.dtype][2]
+
+
+def _largest_bits(rows: mx.array) -> mx.array:
+    integers, all_but_sign, _ = _BITS[rows.dtype]
+    return (rows.view(integers) & all_but_sign).max(-1)
 
 
 def reranked(ranks: mx.array, scores: mx.array) -> mx.array:
