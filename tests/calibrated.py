@@ -6,6 +6,7 @@ from velox_cache.layer_arguments import NEED_CALIBRATION
 from velox_cache.layer_statistics import LayerStatistics
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_fn import SCORERS
+from velox_fn.fusion import TERMS, term_names
 from velox_fn.registry import method_factory
 
 
@@ -43,9 +44,10 @@ def needed_arrays(method, n_heads=2, head_dim=8):
         return {}
     calibration = random_calibration(1, n_heads, head_dim)
     [statistics] = calibration.statistics
+    columns = mx.array([calibration.terms.index(term) for term in term_names(TERMS)])
     return {
         "filters": calibration.filters[0],
         "mean_keys": statistics.mean_keys,
-        "means": statistics.term_means[:, :2],
-        "deviations": statistics.term_deviations[:, :2],
+        "means": statistics.term_means[:, columns],
+        "deviations": statistics.term_deviations[:, columns],
     }

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from velox_fn.eviction import Eviction
-from velox_fn.fusion import TERMS
+from velox_fn.fusion import COMBINE, TERMS
 from velox_fn.registry import ALIASES, method_factory
 from velox_fn.rope import RopeSpec
 
@@ -43,7 +43,7 @@ class KVCacheConfig:
     fusion_n_sink: int = 4  # leading positions never evicted
     fusion_recent: int = 0  # trailing positions never evicted
     fusion_terms: str = TERMS  # the static scores that are fused, joined by +
-    fusion_combine: str = "max"  # "sum"
+    fusion_combine: str = COMBINE  # or "max"
     curdkv_budget: int = 512  # most rows kept, sinks and recent ones included
     curdkv_n_sink: int = 4  # leading positions never evicted
     curdkv_recent: int = 0  # trailing positions never evicted

@@ -29,7 +29,7 @@ from velox_cache.fusion_candidate import Candidate, changed, equal_weights
 from velox_cache.fusion_choice import RECENT_SHARE, FusionChoice, without_weights
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_fn import checks
-from velox_fn.fusion import TERMS, term_names
+from velox_fn.fusion import COMBINE, TERMS, term_names
 
 Advance = Callable[[int, float, float], object]
 """Called with the steps done, the loss of equal weights, and the best so far."""
@@ -93,7 +93,7 @@ def search_weights(
     *,
     seconds: float,
     terms: str | tuple[str, ...] = TERMS,
-    combine: str = "max",
+    combine: str = COMBINE,
     seed: int = 0,
     sizes: SearchSizes = SearchSizes(),
     state_file: str | os.PathLike[str] | None = None,

@@ -1,12 +1,12 @@
-"""Fusion: keep the rows that any of several static scores wants, each in units of its own spread.
+"""Fusion: score rows by several static scores together, each in units of its own spread.
 
 This project's own; no paper. A row scores
 
-    s_i = max over terms t of  w_t (s_t,i - m_t) / d_t        (combine="max"; "sum": their sum)
+    s_i = sum over terms t of  w_t (s_t,i - m_t) / d_t        (combine="sum"; "max": the largest of them)
 
 where s_t is the score of a static method (`scorers.SCORERS`), and m_t and d_t its mean and standard deviation over the
-rows of calibration text, per KV head. Default: the projection of Q-Filters and the difference of KeyDiff. The one finds
-what queries attend to in general, the other what is unlike its surroundings; a maximum keeps what either wants.
+rows of calibration text, per KV head. Default, by what was measured (docs/fusion.md): the projection of Q-Filters, the
+difference of KeyDiff, and the size of the value, which no score of keys can see.
 
 Each part is computed once, from the row alone, so the whole is static: the kept set is the same however tokens are
 split into calls, and a step costs what one score costs, or little more. docs/fusion.md has the derivation.
@@ -26,7 +26,8 @@ from velox_fn.fused_evict import resolve_metal
 from velox_fn.scorers import METAL_SUMS, MLX_SUMS, SCORERS
 from velox_fn.static import Params, Score, static_eviction
 
-TERMS = "projection+key_difference"
+TERMS = "projection+key_difference+value_norm"
+COMBINE = "sum"
 PER_TERM = ("weights", "means", "deviations")
 """The arguments [H,T] that have a column for each term."""
 
@@ -40,7 +41,7 @@ def fusion(
     n_sink: int = 4,
     recent: int = 0,
     terms: str | tuple[str, ...] = TERMS,
-    combine: str = "max",
+    combine: str = COMBINE,
     filters: mx.array | None = None,
     mean_keys: mx.array | None = None,
     weights: mx.array | None = None,

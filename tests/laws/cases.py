@@ -20,7 +20,11 @@ BUDGET, N_SINK = 16, 2
 _rng = np.random.default_rng(7)
 _FILTERS = mx.array(_rng.standard_normal((H, D)).astype(np.float32))
 _ROPE = RopeSpec(dims=D, base=50.0).plain()
-_MOMENTS = {"means": mx.array([[0.3, -0.2], [0.1, 0.4]]), "deviations": mx.array([[2.5, 0.9], [3.0, 0.7]])}
+_MOMENTS = {
+    "means": mx.array([[0.3, -0.2, 9.0], [0.1, 0.4, 7.5]]),
+    "deviations": mx.array([[2.5, 0.9, 4.0], [3.0, 0.7, 3.5]]),
+}
+_OF_TWO = {name: array[:, :2] for name, array in _MOMENTS.items()}
 _COVARIANCES = mx.broadcast_to(mx.eye(D), (H, D, D))
 
 ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
@@ -33,15 +37,21 @@ ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
         ("fallback over budget", {"calib_tokens": 25, "recent": 3}),
     ),
     "fusion": (
-        ("max", {"filters": _FILTERS, "mean_keys": -_FILTERS, **_MOMENTS}),
-        ("sum", {"filters": _FILTERS, "mean_keys": -_FILTERS, **_MOMENTS, "combine": "sum", "recent": 5}),
+        ("sum", {"filters": _FILTERS, "mean_keys": -_FILTERS, **_MOMENTS, "recent": 5}),
+        ("max", {"filters": _FILTERS, "mean_keys": -_FILTERS, **_MOMENTS, "combine": "max"}),
         (
             "weighted",
-            {"filters": _FILTERS, "mean_keys": _FILTERS + 1, **_MOMENTS, "weights": mx.array([[1, 0.4], [0, 2]])},
+            {
+                "filters": _FILTERS,
+                "mean_keys": _FILTERS + 1,
+                **_MOMENTS,
+                "weights": mx.array([[1, 0.4, 0.5], [0, 2, 1]]),
+                "combine": "max",
+            },
         ),
         ("rollback", {"filters": _FILTERS, "mean_keys": -_FILTERS, **_MOMENTS, "recent": 3, "rollback": 4}),
-        ("of norms", {**_MOMENTS, "terms": "key_norm+norm_product"}),
-        ("of values", {**_MOMENTS, "terms": "value_norm+recency", "combine": "sum"}),
+        ("of norms", {**_OF_TWO, "terms": "key_norm+norm_product", "combine": "max"}),
+        ("of values", {**_OF_TWO, "terms": "value_norm+recency"}),
     ),
     "h2o": (("", {"grace": 4}), ("renumbered", {"grace": 4, "renumber": True, "rope": _ROPE})),
     "streaming_llm": (("", {}), ("renumbered", {"renumber": True, "rope": _ROPE})),

@@ -58,13 +58,13 @@ def test_compare_writes_every_form_of_its_results(place, capsys):
 
 
 def test_compare_takes_a_fusion_with_its_terms_and_its_combination(place):
-    methods = "fusion,fusion:combine=sum:terms=projection+key_norm"
+    methods = "fusion,fusion:combine=max:terms=projection+key_norm"
     out = compare(place, "--methods", methods, "--budgets", "24", "--tasks", "none", "--no-heads", "--no-figures")
     arms = json.loads((out / "results.json").read_text())["about"]["arms"]
     assert [(arm["settings"].get("terms"), arm["settings"].get("combine")) for arm in arms] == [
         (None, None),
-        ("projection+key_difference", "max"),
-        ("projection+key_norm", "sum"),
+        ("projection+key_difference+value_norm", "sum"),
+        ("projection+key_norm", "max"),
     ]
 
 

@@ -11,6 +11,7 @@ from velox_cache import EvictingKVCache, KVCacheBuilder, KVCacheConfig, QFilters
 from velox_cache.config import PREFIXES
 from velox_cache.layer_arguments import takes_calibration
 from velox_fn import METHODS
+from velox_fn.fusion import TERMS
 from velox_fn.registry import ALIASES
 
 TEXT = "The cache holds what attention will read again, and nothing that it will not. " * 4
@@ -39,7 +40,8 @@ def test_each_layer_gets_its_own_calibrated_arrays(tiny_model, calibration, meth
     for layer, cache in enumerate(model.make_cache()):
         assert list(cache.method.params) == CALIBRATED[method]
         source = {"filters": calibration.filters[layer], **calibration.statistics[layer].arrays()}
-        source |= {"means": source["term_means"][:, :2], "deviations": source["term_deviations"][:, :2]}
+        columns = mx.array([calibration.terms.index(term) for term in TERMS.split("+")])
+        source |= {"means": source["term_means"][:, columns], "deviations": source["term_deviations"][:, columns]}
         for name, array in cache.method.params.items():
             assert mx.array_equal(array, source[name]).item()
 

@@ -12,10 +12,11 @@ from velox_cache.evaluation.arms import cache_maker, parse_arm
 from velox_cache.fusion_candidate import LEVELS, SHARES, Candidate, changed, equal_weights
 from velox_cache.fusion_choice import FusionChoice, with_weights, without_weights
 from velox_cache.weight_search import SearchSizes, search_weights
+from velox_fn.fusion import TERMS
 
 TEXT = "".join(map(chr, np.random.default_rng(0).integers(33, 126, size=700)))
 SIZES = SearchSizes(n_context=64, n_scored=16, n_prompts=2, n_held_out=2, budgets=(0.3,))
-CHOICE = FusionChoice(("projection", "key_difference"), "max", 0.5)
+CHOICE = FusionChoice(tuple(TERMS.split("+")), "sum", 0.5)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_time_bounds_a_search(search):
 
 
 def test_weights_are_kept_only_where_they_win_on_text_that_was_not_searched(search):
-    outcomes = [search(seed=seed, most_steps=6) for seed in range(6)]
+    outcomes = [search(seed=seed, most_steps=6, terms="projection+key_difference", combine="max") for seed in range(6)]
     for outcome in outcomes:
         assert outcome.accepted == (outcome.best_held_out < outcome.equal_held_out)
         assert (outcome.calibration.fusion is not None) == outcome.accepted
@@ -76,7 +77,7 @@ def test_a_search_that_found_nothing_leaves_equal_weights(search):
     assert "equal weights stay" in str(outcome)
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"combine": "sum"}, {"terms": "projection+key_norm"}], ids=str)
+@pytest.mark.parametrize("change", [{"seed": 1}, {"combine": "max"}, {"terms": "projection+key_norm"}], ids=str)
 def test_the_file_of_another_search_is_refused(search, tmp_path, change):
     search(most_steps=1, state_file=tmp_path / "search.json")
     with pytest.raises(ValueError, match="holds another search"):
@@ -116,7 +117,7 @@ def test_equal_weights_are_those_that_hold_without_a_search(tiny_model):
     calibration = random_calibration()
     tokens = mx.array([[(7 * i) % 97 for i in range(60)]])
     logits = []
-    for weighted in (calibration, equal_weights(calibration, 2).in_calibration(calibration, CHOICE)):
+    for weighted in (calibration, equal_weights(calibration, 3).in_calibration(calibration, CHOICE)):
         model = tiny_model()
         install(model, "fusion", budget=20, filters=weighted)
         caches = model.make_cache()
@@ -127,7 +128,7 @@ def test_equal_weights_are_those_that_hold_without_a_search(tiny_model):
 
 @pytest.fixture
 def weighted():
-    weights = {layer: mx.array([[1.0, 0.5], [2.0 + layer, 0.0]]) for layer in range(2)}
+    weights = {layer: mx.array([[1.0, 0.5, 1.0], [2.0 + layer, 0.0, 1.0]]) for layer in range(2)}
     return with_weights(random_calibration(), CHOICE, weights)
 
 
@@ -143,9 +144,9 @@ def test_weights_and_share_are_used_by_the_fusion_that_was_searched_and_no_other
     model = tiny_model()
     for settings, used in (
         ({}, True),
-        ({"terms": ("projection", "key_difference"), "combine": "max"}, True),
-        ({"combine": "sum"}, False),
-        ({"terms": "key_difference+projection"}, False),
+        ({"terms": ("projection", "key_difference", "value_norm"), "combine": "sum"}, True),
+        ({"combine": "max"}, False),
+        ({"terms": "key_difference+projection+value_norm"}, False),
     ):
         install(model, "fusion", budget=40, filters=weighted, **settings)
         methods = [cache.method for cache in model.make_cache()]
@@ -163,10 +164,10 @@ def test_other_methods_keep_their_own_share(tiny_model, weighted):
 
 def test_an_arm_may_leave_the_searched_weights_out(tiny_model, weighted):
     model = tiny_model()
-    arms = [parse_arm(text, 40) for text in ("fusion", "fusion:searched=false", "fusion:combine=sum:terms=key_norm")]
+    arms = [parse_arm(text, 40) for text in ("fusion", "fusion:searched=false", "fusion:combine=max:terms=key_norm")]
     methods = [cache_maker(model, arm, weighted)()[0].method for arm in arms]
     assert ["weights" in method.params for method in methods] == [True, False, False]
-    assert (methods[2].settings["combine"], methods[2].settings["terms"]) == ("sum", "key_norm")
+    assert (methods[2].settings["combine"], methods[2].settings["terms"]) == ("max", "key_norm")
 
 
 def test_weights_are_taken_out_again(weighted):

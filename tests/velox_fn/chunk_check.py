@@ -32,8 +32,8 @@ def naive_scores(keys: mx.array, filters: mx.array, calls: list[int]) -> np.ndar
 
 
 def methods(filters: mx.array, recent: int) -> list[Eviction]:
-    """Q-Filters, and a fusion whose terms project on the filters and on their mirror images."""
-    moments = {"means": mx.zeros((H, 2)), "deviations": mx.ones((H, 2))}
+    """Q-Filters, and a fusion that also projects on the mirror images of the filters."""
+    moments = {"means": mx.zeros((H, 3)), "deviations": mx.ones((H, 3))}
     return [
         qfilters(budget=80, recent=recent, filters=filters),
         fusion(budget=80, recent=recent, filters=filters, mean_keys=filters[:, ::-1], **moments),

@@ -45,6 +45,11 @@ def arrays(terms=("projection", "key_difference"), **changes):
     return {name: mx.array(array) for name, array in (taken | changes).items() if name in wanted | set(changes)}
 
 
+def fused(**given):
+    """A fusion of two terms, unless others are given."""
+    return fusion(**{"terms": "projection+key_difference"} | given)
+
+
 @pytest.mark.parametrize("calls", SPLITS, ids=["block", "mixed", "one by one"])
 @pytest.mark.parametrize("combine", ["max", "sum"])
 @pytest.mark.parametrize(
@@ -60,7 +65,7 @@ def arrays(terms=("projection", "key_difference"), **changes):
 )
 def test_rows_of_the_highest_fused_score_stay(terms, combine, calls):
     keys, values, _ = tokens(40)
-    method = fusion(budget=12, n_sink=2, recent=3, terms=terms, combine=combine, **arrays(terms))
+    method = fused(budget=12, n_sink=2, recent=3, terms=terms, combine=combine, **arrays(terms))
     found = kept_after(method, keys, values, None, calls)
     for head in range(2):
         scores = expected(keys, values, head, terms, combine)
@@ -72,8 +77,8 @@ def test_weights_multiply_the_standardised_scores(combine):
     weights = [[1.0, 0.25], [0.5, 3.0]]
     keys, values, _ = tokens(40)
     terms = ("projection", "key_difference")
-    kept = kept_after(fusion(budget=12, combine=combine, **arrays(weights=weights)), keys, values, None, [30, 1, 9])
-    equal = kept_after(fusion(budget=12, combine=combine, **arrays()), keys, values, None, [30, 1, 9])
+    kept = kept_after(fused(budget=12, combine=combine, **arrays(weights=weights)), keys, values, None, [30, 1, 9])
+    equal = kept_after(fused(budget=12, combine=combine, **arrays()), keys, values, None, [30, 1, 9])
     assert kept != equal
     for head in range(2):
         scores = expected(keys, values, head, terms, combine, weights)
@@ -89,7 +94,7 @@ def test_maximum_keeps_what_one_score_wants_and_sum_does_not():
     direction = np.eye(8, dtype=np.float32)[[0, 0]], np.eye(8, dtype=np.float32)[[1, 1]]
     given = {"means": mx.zeros((2, 2)), "deviations": mx.array([[1.0, 0.2]] * 2)}
     for combine, row in (("max", 6), ("sum", 7)):
-        method = fusion(budget=1, n_sink=0, combine=combine, filters=mx.array(direction[0]),
+        method = fused(budget=1, n_sink=0, combine=combine, filters=mx.array(direction[0]),
                         mean_keys=mx.array(direction[1]), **given)  # fmt: skip
         assert kept_after(method, keys, keys, None, [12]) == [[row]] * 2
 
@@ -103,7 +108,7 @@ def test_a_term_of_weight_or_deviation_zero_is_left_out(combine, out, term, left
     weights, deviations = np.ones((2, 2), np.float32), DEVIATIONS.copy()
     (weights if out == "weight" else deviations)[:, term] = 0
     found = kept_after(
-        fusion(budget=32, combine=combine, **arrays(weights=weights, deviations=deviations)), keys, values, None, [40]
+        fused(budget=32, combine=combine, **arrays(weights=weights, deviations=deviations)), keys, values, None, [40]
     )
     alone = {
         "qfilters": qfilters(budget=32, filters=mx.array(FILTERS)),
@@ -118,7 +123,7 @@ def test_where_every_term_is_left_out_the_first_rows_stay_and_bad_ones_still_los
     keys[:, 5, 0] = np.nan
     nothing = mx.zeros((2, 2))
     found = kept_after(
-        fusion(budget=8, n_sink=2, combine=combine, **arrays(deviations=nothing)), keys, values, None, [20]
+        fused(budget=8, n_sink=2, combine=combine, **arrays(deviations=nothing)), keys, values, None, [20]
     )
     assert found == [[0, 1, 2, 3, 4, 6, 7, 8]] * 2
 
@@ -131,7 +136,7 @@ def test_no_other_term_saves_a_row_whose_key_is_not_finite(terms, bad):
     keys, values, _ = tokens(30)
     keys[:, [8, 25], 3] = bad
     for calls in ([30], [1] * 30):
-        found = kept_after(fusion(budget=24, n_sink=0, terms=terms, **arrays(terms)), keys, values, None, calls)
+        found = kept_after(fused(budget=24, n_sink=0, terms=terms, **arrays(terms)), keys, values, None, calls)
         assert not np.isin(found, [8, 25]).any()
 
 
@@ -145,8 +150,8 @@ def test_a_single_term_keeps_what_its_method_keeps(method):
         "l2norm": lambda: l2norm(budget=20),
     }[method]()
     given = arrays((term,), means=MEANS[:, :1], deviations=DEVIATIONS[:, :1])
-    fused = fusion(budget=20, terms=term, **given)
-    assert kept_after(fused, keys, values, None, [50, 1, 9]) == kept_after(alone, keys, values, None, [50, 1, 9])
+    of_one = fused(budget=20, terms=term, **given)
+    assert kept_after(of_one, keys, values, None, [50, 1, 9]) == kept_after(alone, keys, values, None, [50, 1, 9])
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
@@ -177,7 +182,7 @@ def test_near_ties_fall_the_same_way_in_any_split(combine, dtype):
     np.put_along_axis(keys, at, np.nextafter(np.take_along_axis(keys, at, -1), np.float32(np.inf)), -1)
     block = mx.array(keys).astype(dtype)
     f, m = (mx.array(rng.standard_normal((2, 64)), mx.float32) for _ in range(2))
-    method = fusion(budget=60, recent=9, combine=combine, filters=f, mean_keys=m,
+    method = fused(budget=60, recent=9, combine=combine, filters=f, mean_keys=m,
                     means=mx.array(MEANS), deviations=mx.array(DEVIATIONS))  # fmt: skip
     kept = []
     for calls in ([200], [1] * 200, [64, 64, 64, 8], [199, 1]):
@@ -211,16 +216,16 @@ def test_near_ties_fall_the_same_way_in_any_split(combine, dtype):
 def test_what_cannot_work_is_refused_at_construction(changes, message):
     given = {"filters": FILTERS, "mean_keys": MEAN_KEYS, "means": MEANS, "deviations": DEVIATIONS, **changes}
     with pytest.raises(ValueError, match=message):
-        fusion(**{name: mx.array(part) if isinstance(part, np.ndarray) else part for name, part in given.items()})
+        fused(**{name: mx.array(part) if isinstance(part, np.ndarray) else part for name, part in given.items()})
 
 
 @pytest.mark.parametrize("missing", ["filters", "mean_keys", "means", "deviations"])
 def test_without_its_arrays_a_state_cannot_begin(missing):
-    method = fusion(**{name: array for name, array in arrays().items() if name != missing})
+    method = fused(**{name: array for name, array in arrays().items() if name != missing})
     with pytest.raises(ValueError, match=f"needs {missing}, which come from a calibration"):
         method.init(1, 2, 8)
 
 
 def test_terms_are_named_alike_as_a_string_and_as_a_tuple():
-    one, other = fusion(terms="key_norm+recency"), fusion(terms=("key_norm", "recency"))
+    one, other = fused(terms="key_norm+recency"), fused(terms=("key_norm", "recency"))
     assert one.settings == other.settings

@@ -13,8 +13,10 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from velox_cache.adapter import EvictingKVCache
 from velox_fn import METHODS, Eviction
+from velox_fn.fusion import TERMS, term_names
 
 N_SINK = 4
+PEER = "veloxquant-mlx"
 
 
 class Cache(Protocol):
@@ -53,7 +55,7 @@ def method(name: str, shape: Shape, budget: int, **settings: Any) -> Eviction:
     """A registered method, with random parameters where it takes calibrated ones."""
     n_heads, head_dim = shape.n_kv_heads, shape.head_dim
     filters = mx.random.normal((n_heads, head_dim), key=mx.random.key(1))
-    moments = mx.ones((n_heads, 2))
+    moments = mx.ones((n_heads, len(term_names(TERMS))))
     calibrated = {"filters": filters, "mean_keys": filters, "means": moments, "deviations": moments}
     factory = METHODS[name]
     known = inspect.signature(factory).parameters
@@ -70,21 +72,26 @@ def caches(shape: Shape, budget: int, *, static: bool) -> dict[str, Callable[[],
     if static:
         recent = budget // 4
         arms[f"qfilters, recent={recent}"] = partial(EvictingKVCache, method("qfilters", shape, budget, recent=recent))
-        arms.update(peer_caches(shape, budget))
+    arms.update(peer_caches(shape, budget, static=static))
     return arms
 
 
-def peer_caches(shape: Shape, budget: int) -> Mapping[str, Callable[[], Cache]]:
-    """Q-Filters as veloxquant-mlx has it, where that is installed (`make bench-peers`); nothing elsewhere."""
+def peer_caches(shape: Shape, budget: int, *, static: bool) -> Mapping[str, Callable[[], Cache]]:
+    """Q-Filters, or CurDKV, as veloxquant-mlx has it, where that is installed (`make bench-peers`); nothing elsewhere.
+
+    It stores float16 or bfloat16: float32 rows are cast.
+    """
+    name = "qfilters" if static else "curdkv"
     try:
-        peer = importlib.import_module("veloxquant_mlx.cache.qfilters_cache")
+        peer = importlib.import_module(f"veloxquant_mlx.cache.{name}_cache")
     except ImportError:
         return {}
-    config = SimpleNamespace(
-        head_dim=shape.head_dim, qfilters_budget=budget, qfilters_n_sink=N_SINK, qfilters_recent=0, seed=0
-    )
+    settings = {f"{name}_budget": budget, f"{name}_n_sink": N_SINK, f"{name}_recent": 0}
+    config = SimpleNamespace(head_dim=shape.head_dim, seed=0, **settings)
+    if not static:
+        return {f"{PEER} curdkv": lambda: peer.CurDKVKVCache(config)}
     filters = mx.random.normal((shape.n_kv_heads, shape.head_dim), key=mx.random.key(1))
-    return {"veloxquant-mlx qfilters": lambda: peer.QFiltersKVCache(config, filters=filters)}
+    return {f"{PEER} qfilters": lambda: peer.QFiltersKVCache(config, filters=filters)}
 
 
 def plain_cache() -> Cache:
