@@ -25,13 +25,16 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
+# One thread for every BLAS: threads that spin on small matrices would count as work of whoever called them.
+ONE_THREAD := MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
+
 bench: $(INSTALLED)
-	@$(PRELOAD) $(BIN)/velox bench $(BENCH)
+	@$(PRELOAD) $(ONE_THREAD) $(BIN)/velox bench $(BENCH)
 
 # The peer package lives in an environment of its own; both sides take turns within one run there.
 PEERS := .venv-peers
 bench-peers: $(PEERS)/.installed
-	@$(PRELOAD) $(PEERS)/bin/velox bench $(BENCH)
+	@$(PRELOAD) $(ONE_THREAD) $(PEERS)/bin/velox bench $(BENCH)
 
 $(PEERS)/.installed: pyproject.toml
 	@$(PYTHON) -m venv $(PEERS)

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from velox_fn import METHODS, Eviction
 from velox_fn.fusion import TERMS, term_names
 
 N_SINK = 4
-PEER = "veloxquant-mlx"
+_TOKENS = 64  # that decode steps take in turn
 
 
 class Cache(Protocol):
@@ -72,26 +73,40 @@ def caches(shape: Shape, budget: int, *, static: bool) -> dict[str, Callable[[],
     if static:
         recent = budget // 4
         arms[f"qfilters, recent={recent}"] = partial(EvictingKVCache, method("qfilters", shape, budget, recent=recent))
-    arms.update(peer_caches(shape, budget, static=static))
+        arms.update(peer_qfilters(shape, budget))
     return arms
 
 
-def peer_caches(shape: Shape, budget: int, *, static: bool) -> Mapping[str, Callable[[], Cache]]:
-    """Q-Filters, or CurDKV, as veloxquant-mlx has it, where that is installed (`make bench-peers`); nothing elsewhere.
-
-    It stores float16 or bfloat16: float32 rows are cast.
-    """
-    name = "qfilters" if static else "curdkv"
-    try:
-        peer = importlib.import_module(f"veloxquant_mlx.cache.{name}_cache")
-    except ImportError:
+def peer_qfilters(shape: Shape, budget: int) -> Mapping[str, Callable[[], Cache]]:
+    """Q-Filters as veloxquant-mlx has it, where that is installed (`make bench-peers`); nothing elsewhere."""
+    peer = _peer_module("qfilters_cache")
+    if peer is None:
         return {}
-    settings = {f"{name}_budget": budget, f"{name}_n_sink": N_SINK, f"{name}_recent": 0}
-    config = SimpleNamespace(head_dim=shape.head_dim, seed=0, **settings)
-    if not static:
-        return {f"{PEER} curdkv": lambda: peer.CurDKVKVCache(config)}
+    config = SimpleNamespace(
+        head_dim=shape.head_dim, qfilters_budget=budget, qfilters_n_sink=N_SINK, qfilters_recent=0, seed=0
+    )
     filters = mx.random.normal((shape.n_kv_heads, shape.head_dim), key=mx.random.key(1))
-    return {f"{PEER} qfilters": lambda: peer.QFiltersKVCache(config, filters=filters)}
+    return {"veloxquant-mlx qfilters": lambda: peer.QFiltersKVCache(config, filters=filters)}
+
+
+def peer_curdkv_step(shape: Shape, budget: int) -> Mapping[str, Callable[[], None]]:
+    """A token into veloxquant-mlx's CurDKV cache, full from the start: its prefill is a loop over such steps.
+
+    It stores float16 or bfloat16, and casts float32.
+    """
+    peer = _peer_module("curdkv_cache")
+    if peer is None:
+        return {}
+    cache = peer.CurDKVKVCache(SimpleNamespace(curdkv_budget=budget, curdkv_n_sink=N_SINK))
+    cache.state = shape.block(budget)
+    return {"veloxquant-mlx curdkv": _step(cache, shape)}
+
+
+def _peer_module(name: str) -> Any | None:
+    try:
+        return importlib.import_module(f"veloxquant_mlx.cache.{name}")
+    except ImportError:
+        return None
 
 
 def plain_cache() -> Cache:
@@ -104,9 +119,14 @@ def decode_step(make: Callable[[], Cache], shape: Shape, n_seen: int) -> Callabl
     """One token into a cache that has seen `n_seen`; what attention would read is evaluated."""
     cache = make()
     mx.eval(cache.update_and_fetch(*shape.block(n_seen)))
-    keys, values = shape.block(1)
+    return _step(cache, shape)
+
+
+def _step(cache: Cache, shape: Shape) -> Callable[[], None]:
+    # Different ones, in turn: a key that attends to copies of itself leaves the other rows no weight.
+    tokens = itertools.cycle([shape.block(1) for _ in range(_TOKENS)])
 
     def step() -> None:
-        mx.eval(cache.update_and_fetch(keys, values))
+        mx.eval(cache.update_and_fetch(*next(tokens)))
 
     return step

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from metal_src import metal_available
 from velox_cache.adapter import EvictingKVCache
-from velox_cache.bench.arms import Cache, Shape, caches, decode_step, method, plain_cache
+from velox_cache.bench.arms import Cache, Shape, caches, decode_step, method, peer_curdkv_step, plain_cache
 from velox_cache.bench.rounds import Call, Comparison, compare
 from velox_cache.prompt_cache import load_prompt_cache, save_prompt_cache
 from velox_fn import METHODS, fused_evict, leverage_scores, query_gram_init, query_gram_update, select
@@ -88,8 +88,11 @@ def decode_row_scored(shape: Shape, budget: int, rounds: int) -> Iterator[Compar
     )
     for label, floor, methods in beside:
         arms = {label: floor, **{name: steps[name] for name in methods if name in steps}}
+        turns, calls = rounds, 3
+        if label == "eigen-solve":
+            arms |= peer_curdkv_step(shape, budget)
+            turns, calls = min(rounds, 10), 1  # each takes its time
         setting = f"budget {budget}, {shape}"
-        turns, calls = (min(rounds, 6), 1) if label == "eigen-solve" else (rounds, 3)  # it takes its time
         yield compare(f"decode over budget, beside {label}", setting, arms, rounds=turns, calls=calls)
 
 
