@@ -22,15 +22,16 @@ from velox_cache.evaluation import (
     read_passage,
 )
 from velox_cache.install import install, uninstall
+from velox_cache.layer_arguments import takes_calibration
 from velox_cache.qfilters_artifact import QFiltersCalibration
-from velox_fn.registry import METHODS
+from velox_fn.registry import METHODS, method_factory
 
 PLANTED = PlantedFact(
     "The secret code word of the lighthouse is marigold.",
     "What is the secret code word of the lighthouse?",
     "marigold",
 )
-LABELS = {"qfilters": "Q-Filters", "streaming_llm": "StreamingLLM"}
+LABELS = {"fusion": "Fusion", "qfilters": "Q-Filters", "streaming_llm": "StreamingLLM"}
 """The methods that the demo shows, as far as they are registered."""
 
 
@@ -88,8 +89,8 @@ def compare_arms(
 
         uninstall(model)
         if arm.method is not None:
-            filters = calibration if arm.method == "qfilters" else None
-            install(model, arm.method, filters=filters, **arm.settings)
+            calibrated = arm.calibrated and takes_calibration(method_factory(arm.method))
+            install(model, arm.method, filters=calibration if calibrated else None, **arm.settings)
         try:
             answer = greedy_answer(model, tokenizer, prompt, n_tokens=workload.n_answer, advance=step)
             reading = read_passage(model, passage, n_context=workload.n_context, advance=step)

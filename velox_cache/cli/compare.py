@@ -18,9 +18,9 @@ from velox_cache.ranks import launched_rank
 if TYPE_CHECKING:
     from velox_cache.evaluation.arms import Arm
 
-DEFAULT_METHODS = "qfilters,qfilters:calibrated=false,streaming_llm,l2norm,keydiff,h2o,snapkv,random"
+DEFAULT_METHODS = "fusion,qfilters,qfilters:calibrated=false,streaming_llm,l2norm,keydiff,h2o,snapkv,random"
 EXAMPLES = """examples:
-  velox compare smollm2-135m --methods qfilters,streaming_llm,h2o --budgets 128,256
+  velox compare smollm2-135m --methods fusion,qfilters,streaming_llm --budgets 128,256
   velox compare MODEL --filters filters.npz --methods qfilters:recent=0,qfilters --budgets 512 --texts novel.txt
   velox compare MODEL --tasks none --texts documentation,licence
   velox compare MODEL --texts none --tasks needle,two_hop --seeds 20
