@@ -6,6 +6,7 @@ from velox_fn import select
 from velox_fn.records import record
 from velox_fn.rows import Rows
 from velox_fn.store import Store, used_rows
+from velox_fn.widening import widened
 
 _QUERIES_AT_ONCE = 256  # bounds the weights held at a time to [B, H_q, 256, n]
 _MASKED = -1e30  # finite, so that a query that sees nothing has no NaN
@@ -60,7 +61,7 @@ def attention_mass(observed: Observed, power: int = 1) -> mx.array:
     A query sees the rows at its own and earlier positions; logits that are not finite are masked; the weights of a
     padding query are 0. power: 1 or 2.
     """
-    keys = observed.rows.keys.astype(mx.float32)
+    keys = widened(observed.rows.keys)
     n_rows, n_queries = keys.shape[2], observed.query_positions.shape[1]
     total = mx.zeros(observed.scores.shape, mx.float32)
     for start in range(0, n_queries, _QUERIES_AT_ONCE):

@@ -12,6 +12,7 @@ plain scores of all rows are equal.
 import mlx.core as mx
 
 from velox_fn import checks, select
+from velox_fn.widening import widened
 
 _SMALLEST = 2e-38  # about the least normal float32
 _ROUNDS = 4  # of subspace iteration per step
@@ -41,16 +42,16 @@ def weighted_rows(weights: mx.array, values: mx.array) -> mx.array:
 
     Rows that are not finite become 0.
     """
+    return _weighted(weights, values)
+
+
+@mx.compile
+def _weighted(weights: mx.array, values: mx.array) -> mx.array:
     weights, size = weights.astype(mx.float32), select.largest_magnitude(values).astype(mx.float32)
     sound = mx.isfinite(weights + size)
     weights = _over_largest(mx.where(sound, weights, 0.0), mx.array(1.0))
     weights = _over_largest(weights, mx.where(sound, size, 0.0))
-    return _weighted(weights[..., None], sound[..., None], values)
-
-
-@mx.compile
-def _weighted(weights: mx.array, sound: mx.array, values: mx.array) -> mx.array:
-    return weights * mx.where(sound, values.astype(mx.float32), 0.0)
+    return weights[..., None] * mx.where(sound[..., None], widened(values), 0.0)
 
 
 def gram(weighted: mx.array) -> mx.array:

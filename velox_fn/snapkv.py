@@ -12,6 +12,8 @@ the votes that they got in it.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -42,14 +44,9 @@ def snapkv(*, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: 
         observed = observe_rows(state.store, queries, scale, valid)
         offset, n_queries = state.store.offset, queries.shape[2]
         votes = attention_mass(last_queries(observed, offset, obs_window, padded=valid is not None))
-        order = None if state.store.ordered else temporal_order(observed.rows.ranks)
-        # The window's rows do not lend votes to those before it: the paper averages over the prefix alone.
+        unordered = [] if state.store.ordered else [observed.rows.ranks]
         in_window = observed.positions >= (offset - obs_window)[:, None, None]
-        votes = mx.where(
-            in_window,
-            _averaged(mx.where(in_window, votes, 0.0), kernel, order),
-            _averaged(mx.where(in_window, 0.0, votes), kernel, order),
-        )
+        votes = _compiled_average(kernel)(votes, in_window, *unordered)
         new = mx.full(offset.shape, n_queries) if valid is None else valid
         left = mx.maximum(1 - new / obs_window, 0.0)[:, None, None]
         old = mx.where(mx.isfinite(observed.scores), observed.scores, 0.0)
@@ -59,14 +56,24 @@ def snapkv(*, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: 
     return dynamic_eviction("snapkv", init, observe, settings)
 
 
-def _averaged(votes: mx.array, kernel: int, order: mx.array | None) -> mx.array:
+@functools.cache
+def _compiled_average(kernel: int) -> Callable[..., mx.array]:
+    """`_averaged` as one compiled function of arrays: much of it is small."""
+    return mx.compile(functools.partial(_averaged, kernel))
+
+
+def _averaged(kernel: int, votes: mx.array, in_window: mx.array, ranks: mx.array | None = None) -> mx.array:
     """Votes float32 [B,H,n] averaged over `kernel` neighbours in time, with zeros past the ends.
 
-    order: indices [B,H,n] that put the rows in temporal order; None when they stand in it.
+    in_window bool [B,H,n]: rows of the window do not lend votes to those before it, since the paper averages over the
+    prefix alone. ranks int64 [B,H,n]: of the rows; None when they stand in temporal order.
     """
-    if order is not None:
-        averaged = _averaged(mx.take_along_axis(votes, order, axis=-1), kernel, None)
-        return mx.put_along_axis(votes, order, averaged, axis=-1)
+    if ranks is not None:
+        order = temporal_order(ranks)
+        in_time = [mx.take_along_axis(array, order, axis=-1) for array in (votes, in_window)]
+        return mx.put_along_axis(votes, order, _averaged(kernel, *in_time), axis=-1)
     n_rows, reach = votes.shape[-1], kernel // 2
-    padded = mx.pad(votes, [(0, 0), (0, 0), (reach, reach)])
-    return sum((padded[..., i : i + n_rows] for i in range(kernel)), mx.zeros_like(votes)) / kernel
+    apart = mx.stack([mx.where(in_window, votes, 0.0), mx.where(in_window, 0.0, votes)])
+    padded = mx.pad(apart, [(0, 0), (0, 0), (0, 0), (reach, reach)])
+    sums = sum((padded[..., i : i + n_rows] for i in range(kernel)), mx.zeros_like(apart)) / kernel
+    return mx.where(in_window, sums[0], sums[1])
