@@ -19,6 +19,7 @@ from velox_fn.eviction import Eviction
 from velox_fn.records import arrays, record
 from velox_fn.rows import View, arriving_positions
 from velox_fn.store import Store, init_store, used_rows
+from velox_fn.widening import widened
 
 COMBINE = ("key", "value", "mean", "product")
 
@@ -116,7 +117,7 @@ def cur(
 
 def _energy(rows: mx.array, sketch: int | None, draw: mx.array) -> mx.array:
     """|x|^2 float32 [B,H,n] of rows [B,H,n,D], or of their sketch."""
-    exact = rows.astype(mx.float32)
+    exact = widened(rows)
     if sketch is not None:
         exact = exact @ mx.random.normal((rows.shape[-1], sketch), key=draw)
     return mx.square(exact).sum(-1)

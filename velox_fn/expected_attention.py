@@ -33,6 +33,7 @@ from velox_fn.records import record
 from velox_fn.rope import RopeSpec, mean_rotation, rope_remap_positions, rope_spec, turn_by
 from velox_fn.static import Params, static_eviction
 from velox_fn.store import Store, init_store
+from velox_fn.widening import widened
 
 _PRODUCTS_AT_ONCE = 2**20  # bounds the products held at a time to that many per head
 
@@ -105,7 +106,7 @@ def expected_attention(
         observed = observe_rows(state.store, queries, scale, valid)
         state = _with_queries(state, observed, spec)
         mean, covariance = _future_moments(state, future, spec)
-        keys = observed.rows.keys.astype(mx.float32)
+        keys = widened(observed.rows.keys)
         logits = ((keys @ (0.5 * covariance) + mean[:, :, None]) * keys).sum(-1)
         scores = logits + _log_norms(observed.rows.values)
         return dataclasses.replace(state, store=rescore(state.store, observed, scores))
@@ -115,13 +116,13 @@ def expected_attention(
 
 
 def _log_norms(values: mx.array) -> mx.array:
-    return 0.5 * mx.log(mx.square(values.astype(mx.float32)).sum(-1))  # a power would take ten times as long
+    return 0.5 * mx.log(mx.square(widened(values)).sum(-1))  # a power would take ten times as long
 
 
 def _calibrated_score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
     # No matrix product: its order of summation may depend on the number of rows, and then so would the kept set.
     mean, covariance = params
-    exact = keys.astype(mx.float32)
+    exact = widened(keys)
     step = max(1, _PRODUCTS_AT_ONCE // keys.shape[-1] ** 2)
     parts = [exact[:, :, start : start + step] for start in range(0, keys.shape[2], step)]
     quadratic = [((part[..., None, :] * covariance[:, :, None]).sum(-1) * part).sum(-1) for part in parts]

@@ -25,6 +25,7 @@ from velox_fn.eviction import Eviction
 from velox_fn.fused_evict import resolve_metal
 from velox_fn.scorers import METAL_SUMS, MLX_SUMS, SCORERS
 from velox_fn.static import Params, Score, static_eviction
+from velox_fn.widening import widened
 
 TERMS = "projection+key_difference+value_norm"
 COMBINE = "sum"
@@ -152,7 +153,7 @@ def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
     reads_keys = [SCORERS[name].reads_keys for name in names]
 
     def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-        exact = keys.astype(mx.float32)  # once for all terms
+        exact = widened(keys)  # once for all terms
         scores = []
         for name in names:
             own = tuple(params[directions.index(taken)] for taken in SCORERS[name].takes)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import mlx.core as mx
 
 from metal_src import qfilters_score
+from velox_fn.widening import widened
 
 _LEAST_NORM = 1e-30
 
@@ -37,12 +38,12 @@ class StaticScorer:
 def projection_terms(rows: mx.array, directions: mx.array) -> mx.array:
     """The terms float32 [B,H,S,D] of the projections of rows on directions [B,H,D]."""
     # Not a matrix product: its order of summation may depend on the number of rows, and then so would the kept set.
-    return rows.astype(mx.float32) * directions[:, :, None]
+    return widened(rows) * directions[:, :, None]
 
 
 def square_terms(rows: mx.array) -> mx.array:
     """The terms float32 [B,H,S,D] of the squared norms of rows."""
-    exact = rows.astype(mx.float32)
+    exact = widened(rows)
     return exact * exact
 
 
@@ -57,7 +58,7 @@ def metal_projection(rows: mx.array, values: mx.array, directions: mx.array, pos
 def unit_keys(keys: mx.array) -> mx.array:
     """Keys [...,D] at unit norm, float32; NaN where a key is not finite. Their mean is what `mean_keys` holds."""
     norms = mx.sqrt(square_terms(keys).sum(-1, keepdims=True))
-    return keys.astype(mx.float32) / mx.maximum(norms, _LEAST_NORM)
+    return widened(keys) / mx.maximum(norms, _LEAST_NORM)
 
 
 def minus_cosine(keys: mx.array, directions: mx.array, sums: RowSums) -> mx.array:

@@ -17,6 +17,7 @@ from velox_fn import METHODS, fused_evict, leverage_scores, query_gram_init, que
 from velox_fn.attention import attention_mass, observe_rows
 from velox_fn.records import arrays
 from velox_fn.rows import rows_at
+from velox_fn.widening import widened
 
 PREFILL = 2048  # tokens of a prefill block
 QUERIES_PER_HEAD = 1024  # of a calibration update
@@ -189,7 +190,7 @@ def _read_and_gather(keys: mx.array, values: mx.array, budget: int) -> Call:
     mx.eval(index)
 
     def gather() -> None:
-        read = keys.astype(mx.float32).sum(-1)
+        read = widened(keys).sum(-1)
         mx.eval(read, rows_at(keys, index), rows_at(values, index))
 
     return gather
@@ -215,7 +216,7 @@ def _attention_weights(shape: Shape, budget: int) -> Call:
 
 def _norms(shape: Shape, budget: int) -> Call:
     keys, values = shape.block(budget + 1)
-    return lambda: mx.eval([mx.square(rows.astype(mx.float32)).sum(-1) for rows in (keys, values)])
+    return lambda: mx.eval([mx.square(widened(rows)).sum(-1) for rows in (keys, values)])
 
 
 def _quadratic_form(shape: Shape, budget: int) -> Call:
@@ -224,7 +225,7 @@ def _quadratic_form(shape: Shape, budget: int) -> Call:
     mx.eval(matrix)
 
     def product() -> None:
-        exact = keys.astype(mx.float32)
+        exact = widened(keys)
         mx.eval(((exact @ matrix) * exact).sum(-1))
 
     return product
