@@ -11,7 +11,7 @@ import mlx.core as mx
 from velox_fn import checks, select
 from velox_fn.fused_evict import resolve_metal
 from velox_fn.records import record
-from velox_fn.rows import Rows, gather_rows, in_temporal_order
+from velox_fn.rows import Rows, gather_rows, in_temporal_order, temporal_order
 
 
 @record
@@ -116,10 +116,13 @@ def held_rows(store: Store) -> Rows:
 
 def _best_rows(store: Store, keep: int, recent: int) -> Rows:
     rows = used_rows(store)
-    if store.filled > keep:
-        ranks = select.competing_ranks(rows.ranks, store.offset, recent)
-        rows = gather_rows(rows, select.survivors(ranks, keep))
-    return rows if store.ordered else in_temporal_order(rows)
+    if store.filled <= keep:
+        return rows if store.ordered else in_temporal_order(rows)
+    index = select.survivors(select.competing_ranks(rows.ranks, store.offset, recent), keep)
+    if not store.ordered:  # put the indices in order first: rows move once
+        order = temporal_order(mx.take_along_axis(rows.ranks, index, axis=2))
+        index = mx.take_along_axis(index, order, axis=2)
+    return gather_rows(rows, index)
 
 
 def seen_rows(store: Store, n_tokens: int) -> Rows:

@@ -128,3 +128,27 @@ def test_the_landing_row_takes_each_new_token_and_loses_the_right_one():
         state, view = method.update(state, token, token)
         assert (np.array(view[0])[..., 0] == -t).any(axis=-1).all()
         assert np.array(kept_positions(state))[0, 0].tolist() == list(range(min(t + 1, 8)))
+
+
+@pytest.mark.parametrize("n_seen", [BUDGET, BUDGET + 3], ids=["no dead row", "a dead row"])
+def test_a_block_in_flight_holds_old_rows_view_and_survivors_once(n_seen):
+    # MLX allocates ahead of what it computes, so the old rows, taken in turn without their dead row, count as well.
+    n_tokens, method = 512, qfilters(budget=BUDGET, filters=mx.ones((H, D)))
+    rows = mx.random.normal((1, H, n_seen, D), key=mx.random.key(0))
+    state, _ = method.update(method.init(1, H, D), rows[:, :, :BUDGET], rows[:, :, :BUDGET])
+    for t in range(BUDGET, n_seen):
+        state, _ = method.update(state, rows[:, :, t, None], rows[:, :, t, None])
+    block = rows[:, :, :n_tokens] + 1
+    mx.eval(arrays(state), block)
+    held = [state]
+    del state, rows
+
+    def take_in():
+        held[0], view = method.update(held[0], block, block)
+        mx.eval(view, arrays(held[0]))
+
+    view, survivors = BUDGET + n_tokens, BUDGET
+    without_dead_row = BUDGET if n_seen > BUDGET else 0
+    at_once = view + survivors + without_dead_row
+    scores = n_tokens  # a block's terms are as wide as its keys, and half as many numbers as a row
+    assert peak_beyond(take_in) < 1.1 * (at_once + scores) * ROWS / (BUDGET + 1)
