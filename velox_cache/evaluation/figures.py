@@ -37,19 +37,21 @@ def save_figures(rows: Sequence[Row], full: str, folder: Path, title: str) -> li
     paths = []
     for name, figure in drawn.items():
         if figure is not None:
-            figure.suptitle(title)
+            figure.suptitle(title, x=0.01, horizontalalignment="left")
             path = folder / f"{name}.png"
             figure.savefig(path, dpi=110, metadata={"Software": None})  # the same rows give the same file
             paths.append(path)
     return paths
 
 
-def _panels(n: int, width: float = 4.2, height: float = 3.6) -> "tuple[Figure, list[Axes]]":
+def _panels(n: int, width: float = 4.2, height: float = 3.6, labels: Sequence[str] = ()) -> "tuple[Figure, list[Axes]]":
+    """n panels, with room beside them for a legend of `labels` or a colour bar."""
     from matplotlib.figure import Figure
 
     columns = min(n, 4)
     lines = -(-n // columns)
-    figure = Figure(figsize=(width * columns + 1.6, height * lines + 0.4), layout="constrained")
+    beside = max([1.6, *(0.6 + 0.06 * len(label) for label in labels)])
+    figure = Figure(figsize=(width * columns + beside, height * lines + 0.4), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
     for unused in axes[n:]:
         unused.set_axis_off()
@@ -83,7 +85,7 @@ def _perplexity(rows: Sequence[Row], full: str) -> "Figure | None":
     subjects = list(dict.fromkeys(subject for subject, _, _ in found))
     if not subjects:
         return None
-    figure, axes = _panels(len(subjects))
+    figure, axes = _panels(len(subjects), labels=_arms(rows, "perplexity", full))
     for subject, ax in zip(subjects, axes, strict=True):
         ax.axhline(found[subject, full, None], color="black", label=full)
         for i, arm in enumerate(_arms(rows, "perplexity", full)):
@@ -100,7 +102,7 @@ def _tasks(rows: Sequence[Row], full: str) -> "Figure | None":
     verdicts = task_verdicts(rows, full)
     if not verdicts:
         return None
-    figure, axes = _panels(len(verdicts))
+    figure, axes = _panels(len(verdicts), labels=_arms(rows, "task", full))
     for (subject, good), ax in zip(verdicts.items(), axes, strict=True):
         ax.axhline(spread(found[subject, full, None]).mean, color="black", label=full)
         for i, arm in enumerate(_arms(rows, "task", full)):
