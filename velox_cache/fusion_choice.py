@@ -24,7 +24,7 @@ class FusionChoice:
     recent_share: float  # of the budget
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "terms", tuple(self.terms))
+        object.__setattr__(self, "terms", term_names(self.terms))
         if not 0 <= self.recent_share < 1:
             raise ValueError(f"recent_share is a share of the budget, from 0 to below 1, got {self.recent_share}")
 

@@ -24,7 +24,7 @@ from velox_cache.evaluation.arms import Arm, cache_maker
 from velox_cache.evaluation.fidelity import token_fidelity
 from velox_cache.evaluation.shared_prefill import SharedPrefill, shared_prefill
 from velox_cache.evaluation.side_by_side import side_by_side
-from velox_cache.evaluation.texts import passages
+from velox_cache.evaluation.texts import passages, text_digest
 from velox_cache.fusion_candidate import Candidate, changed, equal_weights
 from velox_cache.fusion_choice import RECENT_SHARE, FusionChoice, without_weights
 from velox_cache.qfilters_artifact import QFiltersCalibration
@@ -125,6 +125,7 @@ def search_weights(
     identity = {
         "model": plain.model_id,
         "tokens": plain.n_tokens,
+        "texts": text_digest("\n".join(texts)),
         "terms": list(names),
         "combine": combine,
         "seed": seed,

@@ -99,7 +99,7 @@ def fusion(
 
 def term_names(terms: str | Sequence[str]) -> tuple[str, ...]:
     """The terms one by one. Raises ValueError when there is none, or one is unknown or named twice."""
-    names = tuple(terms.split("+") if isinstance(terms, str) else terms)
+    names = tuple(terms.split("+")) if isinstance(terms, str) else tuple(terms if isinstance(terms, Sequence) else ())
     if not names or len(set(names)) < len(names) or any(name not in SCORERS for name in names):
         raise ValueError(
             f"terms must be different names among {', '.join(SCORERS)}, joined by +, such as {TERMS}; got {terms!r}"

@@ -46,6 +46,8 @@ def streaming_llm(
         queries: mx.array | None = None,
         valid: mx.array | None = None,
     ) -> tuple[StaticState, View]:
+        if valid is not None:  # asks for the ranks of every row, here as in the update
+            state = plain.scored(state)
         after, view = plain.update(state, keys, values, valid=valid)
         if spec is not None:
             view = gap_free_view(state.store, after.store, view, keys.shape[2], valid, spec)

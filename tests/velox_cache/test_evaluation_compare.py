@@ -190,6 +190,10 @@ def test_paired_difference_is_that_of_the_same_prompts():
     assert found.points() == "+50 ± 57"
 
 
+def test_a_difference_that_rounds_to_nothing_has_no_minus():
+    assert paired_difference([0.0, 0.992], [0.0, 1.0]).points() == "+0 ± 1"
+
+
 def test_paired_difference_of_other_prompts_is_refused():
     with pytest.raises(ValueError, match="the same prompts on both sides, got 2 and 1"):
         paired_difference([1, 0], [1])

@@ -84,6 +84,13 @@ def test_the_file_of_another_search_is_refused(search, tmp_path, change):
         search(state_file=tmp_path / "search.json", **change)
 
 
+def test_the_file_of_a_search_on_other_text_is_refused(search, tiny_model, tokenizer, tmp_path):
+    search(most_steps=1, state_file=tmp_path / "search.json")
+    options = {"seconds": 1000.0, "most_steps": 12, "sizes": SIZES, "state_file": tmp_path / "search.json"}
+    with pytest.raises(ValueError, match="holds another search"):
+        search_weights(tiny_model(), tokenizer, random_calibration(), [TEXT[::-1]], **options)
+
+
 def test_a_damaged_file_is_refused(search, tmp_path):
     (tmp_path / "search.json").write_text('{"steps": 3')
     with pytest.raises(ValueError, match="delete it to begin anew"):
@@ -174,3 +181,9 @@ def test_weights_are_taken_out_again(weighted):
     plain = without_weights(weighted)
     assert plain.fusion is None
     assert all(layer.fusion_weights is None for layer in plain.statistics)
+
+
+def test_a_choice_names_its_terms_as_a_fusion_does():
+    assert FusionChoice("projection+recency", "sum", 0.5).terms == ("projection", "recency")
+    with pytest.raises(ValueError, match="terms must be different names"):
+        FusionChoice(("projection", "query"), "sum", 0.5)

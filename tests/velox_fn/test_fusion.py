@@ -203,6 +203,7 @@ def test_near_ties_fall_the_same_way_in_any_split(combine, dtype):
         ({"terms": "projection+query"}, "terms must be different names among projection"),
         ({"terms": "projection+projection"}, "terms must be different names"),
         ({"terms": ()}, "terms must be different names"),
+        ({"terms": 3}, "terms must be different names"),
         ({"terms": "projection", "means": MEANS[:, :1], "deviations": DEVIATIONS[:, :1]}, "mean_keys is taken by none"),
         ({"means": MEANS[:, :1]}, "means must be .* a column for each of projection, key_difference"),
         ({"weights": np.ones((2, 3), np.float32)}, "weights must be .* a column for each"),

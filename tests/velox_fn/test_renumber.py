@@ -89,6 +89,22 @@ def test_each_sequence_of_a_ragged_batch_is_renumbered_as_alone(make):
 
 
 @every_method
+def test_padded_blocks_are_renumbered_after_single_tokens_within_the_budget(make):
+    method, valid = make(renumber=True, rope=ROPE), mx.array([3], mx.int32)
+    keys, values, queries = (mx.array(part[None]) for part in tokens(8))
+    views = []
+    for calls in ([5], [1] * 5):
+        state, start = method.init(1, 2, 8, 6), 0
+        for n_tokens in calls:
+            block = [part[:, :, start : start + n_tokens] for part in (keys, values, queries)]
+            state, _ = method.update(state, *block[:2], queries=block[2])
+            start += n_tokens
+        last = [part[:, :, 5:] for part in (keys, values, queries)]
+        views.append(method.update(state, *last[:2], queries=last[2], valid=valid)[1][0])
+    np.testing.assert_array_equal(np.array(views[1]), np.array(views[0]))
+
+
+@every_method
 def test_renumbering_without_a_rope_is_refused(make):
     with pytest.raises(ValueError, match="renumber=True turns keys"):
         make(renumber=True)

@@ -19,9 +19,8 @@ class PairedDifference:
 
     def points(self) -> str:
         """In points of a hundred, such as `-12 ± 5`."""
-        if math.isnan(self.margin):
-            return f"{100 * self.mean:+.0f}"
-        return f"{100 * self.mean:+.0f} ± {100 * self.margin:.0f}"
+        mean = f"{round(100 * self.mean):+d}"  # a whole number, which has no minus zero
+        return mean if math.isnan(self.margin) else f"{mean} ± {100 * self.margin:.0f}"
 
 
 def paired_difference(one: Sequence[float], other: Sequence[float]) -> PairedDifference:
