@@ -41,7 +41,7 @@ class KVCacheConfig:
     qfilters_sign: int = 1  # +1: high projections stay; -1: low ones
     fusion_budget: int = 512  # most rows kept, sinks and recent ones included
     fusion_n_sink: int = 4  # leading positions never evicted
-    fusion_recent: int = 0  # trailing positions never evicted
+    fusion_recent: int = 0  # trailing positions never evicted; a searched calibration has a better share of its own
     fusion_terms: str = TERMS  # the static scores that are fused, joined by +
     fusion_combine: str = COMBINE  # or "max"
     curdkv_budget: int = 512  # most rows kept, sinks and recent ones included

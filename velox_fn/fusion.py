@@ -126,6 +126,8 @@ def _checked_arrays(names: Sequence[str], given: Mapping[str, mx.array]) -> dict
             )
         if name in ("weights", "deviations") and (array < 0).any().item():
             raise ValueError(f"{name} must not be negative; 0 leaves a term out")
+        if name == "weights" and (array == 0).all(axis=1).any().item():
+            raise ValueError("weights must not leave every term of a head out: nothing would score its rows")
         n_heads[name] = array.shape[0]
     if len(set(n_heads.values())) > 1:
         raise ValueError(f"the arrays must have one row for each KV head of one layer, got {n_heads}")

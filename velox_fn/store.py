@@ -100,7 +100,10 @@ def used_rows(store: Store) -> Rows:
     """
     n = store.filled
     if store.unscored:
-        raise ValueError(f"{store.unscored} rows have no rank yet; pass the state through the method's `scored` first")
+        raise ValueError(
+            f"{store.unscored} rows have no rank yet; pass the state through the method's `scored` first (that of "
+            "`qfilters()` for states of qfilters_init)"
+        )
     return Rows(keys=store.keys[:, :, :n], values=store.values[:, :, :n], ranks=store.ranks[:, :, :n])
 
 

@@ -208,6 +208,7 @@ def test_near_ties_fall_the_same_way_in_any_split(combine, dtype):
         ({"means": MEANS[:, :1]}, "means must be .* a column for each of projection, key_difference"),
         ({"weights": np.ones((2, 3), np.float32)}, "weights must be .* a column for each"),
         ({"weights": np.array([[1, -1], [1, 1]], np.float32)}, "weights must not be negative"),
+        ({"weights": np.array([[1, 1], [0, 0]], np.float32)}, "must not leave every term of a head out"),
         ({"deviations": -DEVIATIONS}, "deviations must not be negative"),
         ({"weights": np.full((2, 2), np.nan, np.float32)}, "weights holds NaN"),
         ({"means": MEANS[:1]}, "one row for each KV head"),

@@ -93,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
         group=world(),
     )
-    if not launched_rank():
-        save_qfilters(calibration, output)
+    if not launched_rank() and (arguments.search_weights is None or not output.exists()):
+        save_qfilters(calibration, output)  # an older file may hold searched weights: not before the search is over
     if arguments.search_weights is not None:
         calibration = _searched(model, tokenizer, calibration, texts, arguments, output)
     print(f"{output}: {describe(calibration)}")

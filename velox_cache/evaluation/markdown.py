@@ -95,7 +95,8 @@ def _paired_table(rows: Sequence[Row], full: str, named: str | None) -> str:
     if not lines:
         return ""
     head = f"| task | budget | cache | points beside {full} | points beside {named or 'a named arm'} | prompts |"
-    return "\n".join([head, "|---|---|---|---|---|---|", *lines])
+    note = "Differences over the same prompts with their 95 % intervals, by the normal approximation; all alike give 0."
+    return "\n".join([head, "|---|---|---|---|---|---|", *lines, "", note])
 
 
 def _attention_table(rows: Sequence[Row]) -> str:
