@@ -22,7 +22,7 @@ from velox_cache.evaluation import (
     read_passage,
 )
 from velox_cache.install import install, uninstall
-from velox_cache.layer_arguments import takes_calibration
+from velox_cache.layer_arguments import calibration_for
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_fn.registry import METHODS, method_factory
 
@@ -89,8 +89,8 @@ def compare_arms(
 
         uninstall(model)
         if arm.method is not None:
-            calibrated = arm.calibrated and takes_calibration(method_factory(arm.method))
-            install(model, arm.method, filters=calibration if calibrated else None, **arm.settings)
+            filters = calibration_for(method_factory(arm.method), calibration if arm.calibrated else None)
+            install(model, arm.method, filters=filters, **arm.settings)
         try:
             answer = greedy_answer(model, tokenizer, prompt, n_tokens=workload.n_answer, advance=step)
             reading = read_passage(model, passage, n_context=workload.n_context, advance=step)

@@ -34,6 +34,13 @@ def takes_calibration(factory: Callable[..., Eviction]) -> bool:
     return any(name in CALIBRATED for name in inspect.signature(factory).parameters)
 
 
+def calibration_for(
+    factory: Callable[..., Eviction], calibration: QFiltersCalibration | None
+) -> QFiltersCalibration | None:
+    """The calibration for a method that can use one, None for the others, which refuse it."""
+    return calibration if takes_calibration(factory) else None
+
+
 def layer_arguments(
     factory: Callable[..., Eviction],
     settings: Mapping[str, Any],

@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from velox_cache.adapter import EvictingKVCache
 from velox_fn import METHODS, Eviction
 from velox_fn.fusion import TERMS, term_names
+from velox_fn.registry import method_factory
 
 N_SINK = 4
 _TOKENS = 64  # that decode steps take in turn
@@ -58,7 +59,7 @@ def method(name: str, shape: Shape, budget: int, **settings: Any) -> Eviction:
     filters = mx.random.normal((n_heads, head_dim), key=mx.random.key(1))
     moments = mx.ones((n_heads, len(term_names(TERMS))))
     calibrated = {"filters": filters, "mean_keys": filters, "means": moments, "deviations": moments}
-    factory = METHODS[name]
+    factory = method_factory(name)
     known = inspect.signature(factory).parameters
     return factory(budget=budget, **{key: value for key, value in calibrated.items() if key in known}, **settings)
 

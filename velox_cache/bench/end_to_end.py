@@ -16,7 +16,7 @@ from velox_cache.adapter import EvictingKVCache
 from velox_cache.bench.arms import N_SINK
 from velox_cache.embedded_text import filler_text
 from velox_cache.install import install, uninstall
-from velox_cache.layer_arguments import NEED_CALIBRATION
+from velox_cache.layer_arguments import NEED_CALIBRATION, calibration_for
 from velox_cache.query_tap import observe_queries
 from velox_fn.registry import METHODS
 
@@ -88,7 +88,7 @@ def _makers(model: nn.Module, budget: int | None, filters: Any | None) -> Mappin
 def _installed(model: nn.Module, name: str, budget: int, filters: Any | None) -> Callable[[], list[Any]]:
     def make() -> list[Any]:
         uninstall(model)
-        install(model, name, budget=budget, filters=filters if name in ("qfilters", "fusion") else None)
+        install(model, name, budget=budget, filters=calibration_for(METHODS[name], filters))
         caches: list[Any] = make_prompt_cache(model)
         return caches
 

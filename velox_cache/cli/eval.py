@@ -161,18 +161,16 @@ def _reading_row(label: str, one: "ArmReading") -> dict[str, Any]:
 def _prefill(arguments: argparse.Namespace) -> Result:
     import mlx.core as mx
 
+    from velox_cache.bench.arms import Shape, method
     from velox_cache.evaluation.prefill import prefill_in_chunks
-    from velox_fn.registry import method_factory
 
-    parameters: dict[str, Any] = method_settings(arguments)
-    heads, tokens, width = 8, 4096, 128
-    if arguments.method == "qfilters":
-        parameters["filters"] = mx.random.normal((heads, width), key=mx.random.key(2))
-    method = method_factory(arguments.method)(**parameters)
-    keys, values = (mx.random.normal((1, heads, tokens, width), key=mx.random.key(i)) for i in (0, 1))
+    settings = {"budget": 512, **method_settings(arguments)}
+    shape, tokens = Shape(), 4096
+    size = (1, shape.n_kv_heads, tokens, shape.head_dim)
+    keys, values = (mx.random.normal(size, key=mx.random.key(i)) for i in (0, 1))
     rows: Records = [
         {"chunk": one.chunk, "calls": one.calls, "same rows as at once": one.same_rows, "ms": 1000 * one.seconds}
-        for one in prefill_in_chunks(method, keys, values, (1024, 256, 64, 16))
+        for one in prefill_in_chunks(method(arguments.method, shape, **settings), keys, values, (1024, 256, 64, 16))
     ]
     return rows, rows
 

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from velox_cache.fusion_choice import without_weights
 from velox_cache.install import install, uninstall
-from velox_cache.layer_arguments import takes_calibration
+from velox_cache.layer_arguments import calibration_for
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_fn.registry import method_factory
 
@@ -67,8 +67,8 @@ def cache_maker(model: nn.Module, arm: Arm, calibration: QFiltersCalibration | N
         return lambda: make_prompt_cache(model)
     if calibration is not None and not arm.searched:
         calibration = without_weights(calibration)
-    calibrated = arm.calibrated and takes_calibration(method_factory(arm.method))
-    install(model, arm.method, filters=calibration if calibrated else None, **arm.settings)
+    filters = calibration_for(method_factory(arm.method), calibration if arm.calibrated else None)
+    install(model, arm.method, filters=filters, **arm.settings)
     make: MakeCache = model.make_cache
     uninstall(model)
     return make
