@@ -1,6 +1,6 @@
 """A candidate of the search over the weights of a fusion, and how it changes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,23 +44,47 @@ def equal_weights(calibration: QFiltersCalibration, n_terms: int) -> Candidate:
     return Candidate({i: (one_head,) * f.shape[0] for i, f in enumerate(calibration.filters) if f is not None})
 
 
+def moved(candidate: Candidate, step: int) -> Candidate | None:
+    """The candidate changed as a whole: one term's weight in every layer, or the recent share, one level down or up.
+
+    `step` counts through all such moves, twice, since moves that fail at first may help after others; then None.
+    """
+    n_terms = len(next(iter(candidate.levels.values()))[0])
+    if step >= 2 * (round_of_moves := 2 * (n_terms + 1)):
+        return None
+    what, up = divmod(step % round_of_moves, 2)
+    by = 1 if up else -1
+    return _with_share(candidate, by) if what == n_terms else _with_level(candidate, list(candidate.levels), what, by)
+
+
 def changed(candidate: Candidate, rng: np.random.Generator) -> Candidate:
     """The candidate with the recent share moved to a neighbour, or one term's weight in some consecutive layers."""
     if rng.random() < 0.15:
-        share = int(np.clip(candidate.share + rng.choice((-1, 1)), 0, len(SHARES) - 1))
-        return replace(candidate, share=share)
+        return _with_share(candidate, int(rng.choice((-1, 1))))
     layers = list(candidate.levels)
     length = min(len(layers), 2 ** int(rng.integers(0, len(layers).bit_length() + 1)))
     first = int(rng.integers(0, len(layers) - length + 1))
     term = int(rng.integers(len(next(iter(candidate.levels.values()))[0])))
-    step = int(rng.choice((-1, 1)))
+    by = int(rng.choice((-1, 1)))
     head = int(rng.integers(1 << 16)) if rng.random() < 1 / 3 else None  # one head of each layer, or all
+    return _with_level(candidate, layers[first : first + length], term, by, head)
+
+
+def _with_share(candidate: Candidate, by: int) -> Candidate:
+    return replace(candidate, share=_clipped(candidate.share + by, SHARES))
+
+
+def _with_level(candidate: Candidate, layers: Sequence[int], term: int, by: int, head: int | None = None) -> Candidate:
     levels = dict(candidate.levels)
-    for layer in layers[first : first + length]:
+    for layer in layers:
         own = [list(weights) for weights in levels[layer]]
         for weights in own if head is None else [own[head % len(own)]]:
-            level = int(np.clip(weights[term] + step, 0, len(LEVELS) - 1))
+            level = _clipped(weights[term] + by, LEVELS)
             if level > 0 or sum(weights) > weights[term]:  # at least one term stays
                 weights[term] = level
         levels[layer] = tuple(tuple(weights) for weights in own)
     return replace(candidate, levels=levels)
+
+
+def _clipped(index: int, among: Sequence[float]) -> int:
+    return max(0, min(index, len(among) - 1))

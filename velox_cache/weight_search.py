@@ -3,8 +3,9 @@
 A candidate is a weight for each term, head and layer, and the share of the budget that recent rows get. Prompts are
 prefilled once; each candidate evicts from them anew, and a continuation, half of it new and half repeated from early in
 the prompt, is read token by token, all prompts side by side. Its loss is the mean KL divergence from the full cache's
-distributions. A step changes the best candidate so far, and is kept when the loss falls: a (1+1) evolution whose steps
-are drawn from the seed and the step's number alone, so an interrupted search goes on as if it had not been.
+distributions. A step changes the best candidate so far, and is kept when the loss falls: first the weights of the whole
+model one by one, then a (1+1) evolution of single layers and heads. Steps depend on the seed and the step's number
+alone, so an interrupted search goes on as if it had not been.
 """
 
 import json
@@ -12,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from velox_cache.evaluation.fidelity import token_fidelity
 from velox_cache.evaluation.shared_prefill import SharedPrefill, shared_prefill
 from velox_cache.evaluation.side_by_side import side_by_side
 from velox_cache.evaluation.texts import passages, text_digest
-from velox_cache.fusion_candidate import Candidate, changed, equal_weights
+from velox_cache.fusion_candidate import Candidate, changed, equal_weights, moved
 from velox_cache.fusion_choice import RECENT_SHARE, FusionChoice, without_weights
 from velox_cache.qfilters_artifact import QFiltersCalibration
 from velox_fn import checks
@@ -37,13 +39,24 @@ Advance = Callable[[int, float, float], object]
 
 @dataclass(frozen=True)
 class SearchSizes:
-    """How much text a candidate is tried on. The budgets are shares of the context, which prompts take in turn."""
+    """How much text a candidate is tried on. The budgets are shares of the context, which prompts take in turn.
+
+    Raises ValueError on sizes that leave nothing to search or to judge by.
+    """
 
     n_context: int = 512
     n_scored: int = 64
     n_prompts: int = 4
     n_held_out: int = 4
     budgets: tuple[float, ...] = (0.25, 0.4)
+
+    def __post_init__(self) -> None:
+        for name, least in (("n_context", 32), ("n_scored", 2), ("n_prompts", 1), ("n_held_out", 1)):
+            checks.whole_number(name, getattr(self, name), least)
+        if not self.budgets or not all(0 < share < 1 for share in self.budgets):
+            raise ValueError(f"budgets must be shares of the context between 0 and 1, got {self.budgets}")
+        if self.n_scored > self.n_context:
+            raise ValueError(f"n_scored={self.n_scored} must not exceed n_context={self.n_context}: half is repeated")
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,9 @@ def search_weights(
 
     prompts = [_prompt(model, passage, i, seed, sizes) for i, passage in enumerate(searched)]
     equal = equal_weights(plain, len(names))
+    # Not the calibration's numbers: made anew from the same text, as the command does, they may differ in last bits.
     identity = {
+        "version": version("velox-kv"),
         "model": plain.model_id,
         "tokens": plain.n_tokens,
         "texts": text_digest("\n".join(texts)),
@@ -136,9 +151,8 @@ def search_weights(
         state.equal_loss = state.best_loss = loss(equal, prompts)
     started = time.monotonic()
     while time.monotonic() - started < seconds and (most_steps is None or state.steps < most_steps):
-        candidate = changed(state.best, np.random.default_rng([seed, state.steps]))
-        found = loss(candidate, prompts)
-        if found < state.best_loss:
+        candidate = moved(state.best, state.steps) or changed(state.best, np.random.default_rng([seed, state.steps]))
+        if candidate != state.best and (found := loss(candidate, prompts)) < state.best_loss:
             state.best, state.best_loss = candidate, found
         state.steps += 1
         _write(state_file, state)

@@ -9,7 +9,7 @@ from calibrated import random_calibration
 
 from velox_cache import install, load_qfilters, save_qfilters
 from velox_cache.evaluation.arms import cache_maker, parse_arm
-from velox_cache.fusion_candidate import LEVELS, SHARES, Candidate, changed, equal_weights
+from velox_cache.fusion_candidate import LEVELS, SHARES, Candidate, changed, equal_weights, moved
 from velox_cache.fusion_choice import FusionChoice, with_weights, without_weights
 from velox_cache.weight_search import SearchSizes, search_weights
 from velox_fn.fusion import TERMS
@@ -63,7 +63,7 @@ def test_time_bounds_a_search(search):
 
 
 def test_weights_are_kept_only_where_they_win_on_text_that_was_not_searched(search):
-    outcomes = [search(seed=seed, most_steps=6, terms="projection+key_difference", combine="max") for seed in range(6)]
+    outcomes = [search(seed=seed, most_steps=3, terms="projection+key_difference", combine="sum") for seed in range(4)]
     for outcome in outcomes:
         assert outcome.accepted == (outcome.best_held_out < outcome.equal_held_out)
         assert (outcome.calibration.fusion is not None) == outcome.accepted
@@ -105,6 +105,34 @@ def test_too_little_text_is_refused(tiny_model, tokenizer):
 def test_no_time_is_refused(search):
     with pytest.raises(ValueError, match="seconds must be positive"):
         search(seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"n_context": 8},
+        {"n_scored": 1},
+        {"n_prompts": 0},
+        {"n_held_out": 0},
+        {"budgets": ()},
+        {"budgets": (1.0,)},
+        {"n_scored": 65, "n_context": 64},
+    ],
+    ids=str,
+)
+def test_sizes_that_cannot_be_searched_on_are_refused(sizes):
+    with pytest.raises(ValueError, match=next(iter(sizes))):
+        SearchSizes(**sizes)
+
+
+def test_a_search_moves_the_whole_model_first_each_way_and_twice():
+    before = Candidate({0: ((3, 3), (3, 3)), 4: ((3, 3), (3, 3))}, share=3)
+    assert [before.share != moved(before, step).share for step in range(6)] == [False] * 4 + [True] * 2
+    for step, head in enumerate([(2, 3), (4, 3), (3, 2), (3, 4)]):
+        assert moved(before, step).levels == {0: (head, head), 4: (head, head)}
+        assert moved(before, step + 6) == moved(before, step)
+    assert [moved(before, 4).share, moved(before, 5).share] == [2, 4]
+    assert moved(before, 12) is None
 
 
 @pytest.mark.parametrize("seed", range(60))
