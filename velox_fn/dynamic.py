@@ -47,7 +47,8 @@ def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = 
     store = state.store
     check_block(store, keys, values, valid)
     positions = arriving_positions(store.offset, keys.shape[2], valid)
-    ranks = select.arrival_ranks(mx.zeros(keys.shape[:3], mx.float32), keys, values, positions, store.n_sink)
+    none_yet = select.Scores(mx.zeros(keys.shape[:3], mx.float32), unseen=(keys, values))
+    ranks = select.arrival_ranks(none_yet, positions, store.n_sink)
     landed, view = landing.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     return dataclasses.replace(state, store=landed), view
 

@@ -31,6 +31,7 @@ from velox_fn.dynamic import dynamic_eviction, rescore
 from velox_fn.eviction import Eviction
 from velox_fn.records import record
 from velox_fn.rope import RopeSpec, mean_rotation, rope_remap_positions, rope_spec, turn_by
+from velox_fn.select import Scores
 from velox_fn.static import Params, static_eviction
 from velox_fn.store import Store, init_store
 from velox_fn.widening import widened
@@ -119,7 +120,7 @@ def _log_norms(values: mx.array) -> mx.array:
     return 0.5 * mx.log(mx.square(widened(values)).sum(-1))  # a power would take ten times as long
 
 
-def _calibrated_score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+def _calibrated_score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
     # No matrix product: its order of summation may depend on the number of rows, and then so would the kept set.
     mean, covariance = params
     exact = widened(keys)
@@ -127,7 +128,7 @@ def _calibrated_score(keys: mx.array, values: mx.array, positions: mx.array, par
     parts = [exact[:, :, start : start + step] for start in range(0, keys.shape[2], step)]
     quadratic = [((part[..., None, :] * covariance[:, :, None]).sum(-1) * part).sum(-1) for part in parts]
     logits = (exact * mean[:, :, None]).sum(-1) + 0.5 * mx.concatenate(quadratic, axis=-1)
-    return logits + _log_norms(values)
+    return Scores(logits + _log_norms(values), unseen=())
 
 
 def _with_queries(state: ExpectedAttentionState, observed: Observed, rope: RopeSpec | None) -> ExpectedAttentionState:

@@ -82,12 +82,17 @@ def fused_evict(
 def evict_rows(
     keys: mx.array, values: mx.array, ranks: mx.array, competing: mx.array, keep: int, *, metal: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The same for rows with ranks int64 [B,H,n] that compete with `competing`; Metal wants temporal order."""
+    """The same for rows with ranks int64 [B,H,n] that compete with `competing`; Metal wants temporal order.
+
+    After the survivors there may be room for one more row, with anything in it.
+    """
     if metal:
         scores, positions = select.rank_scores(ranks), select.rank_positions(ranks)
         keys, values, scores, positions = _applied(keys, values, scores, positions, competing, keep)
         return keys, values, select.pack_ranks(scores, positions)
     index = select.survivors(competing, keep)
+    # One row more comes almost for free here; when the next token needs it, it costs a copy of all.
+    index = mx.concatenate([index, index[..., -1:]], axis=-1)
     return (
         rows_at(keys, index),
         rows_at(values, index),

@@ -24,6 +24,7 @@ from velox_fn import checks
 from velox_fn.eviction import Eviction
 from velox_fn.fused_evict import resolve_metal
 from velox_fn.scorers import METAL_SUMS, MLX_SUMS, SCORERS
+from velox_fn.select import Scores
 from velox_fn.static import Params, Score, static_eviction
 from velox_fn.widening import widened
 
@@ -152,20 +153,24 @@ def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
     # One function object for each form, since compiled steps are kept by their score function.
     sums = METAL_SUMS if metal else MLX_SUMS
     directions = list(dict.fromkeys(name for term in names for name in SCORERS[term].takes))
-    reads_keys = [SCORERS[name].reads_keys for name in names]
+    seen_by = {"keys": [SCORERS[name].reads_keys for name in names]}
+    seen_by["values"] = [SCORERS[name].reads_values for name in names]
 
-    def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+    def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
         exact = widened(keys)  # once for all terms
         scores = []
         for name in names:
             own = tuple(params[directions.index(taken)] for taken in SCORERS[name].takes)
             scores.append(SCORERS[name].score(exact, values, positions, own, sums))
-        moments = [param[..., None] for param in params[len(directions) :]]
+        moments = params[len(directions) :]
         fused = _combined(combine, [_in_units(*term) for term in zip(scores, moments[::2], moments[1::2], strict=True)])
-        if not any(reads_keys):
-            return fused
-        # Adds nothing, or NaN where a key is not finite: the engine need not look at keys once more.
-        return (fused + 0 * scores[reads_keys.index(True)])[..., None]
+        unseen = []
+        for part, rows in (("keys", keys), ("values", values)):
+            if any(seen_by[part]):  # adds nothing, or NaN where a row is not finite, also where the term is left out
+                fused = fused + 0 * scores[seen_by[part].index(True)]
+            else:
+                unseen.append(rows)
+        return Scores(fused, tuple(unseen))
 
     def _in_units(scores: mx.array, centre: mx.array, spread: mx.array) -> mx.array:
         # A quotient, and no product: a sum of products might be contracted into a fused multiply-add, and the bits of a

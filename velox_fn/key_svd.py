@@ -60,8 +60,8 @@ def warm_up(
     check_block(store, keys, values, valid)
     n_tokens = keys.shape[2]
     positions = arriving_positions(store.offset, n_tokens, valid)
-    unscored = mx.zeros(keys.shape[:3], mx.float32)
-    ranks = select.arrival_ranks(unscored, keys, values, positions, store.n_sink)
+    none_yet = select.Scores(mx.zeros(keys.shape[:3], mx.float32), unseen=(keys, values))
+    ranks = select.arrival_ranks(none_yet, positions, store.n_sink)
     landed, view = land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     may_freeze = landed.filled >= calib_tokens
     if may_freeze or keys.shape[0] > 1:  # in a batch, a sequence that froze before may have few rows
@@ -89,7 +89,7 @@ def _rescored(store: Store, filters: mx.array, score: Score) -> Store:
     used = used_rows(store)
     positions = select.rank_positions(used.ranks)
     scores = score(used.keys, used.values, positions, (filters,))
-    ranks = select.arrival_ranks(scores, used.keys, used.values, positions, store.n_sink)
+    ranks = select.arrival_ranks(scores, positions, store.n_sink)
     return dataclasses.replace(store, keys=used.keys, values=used.values, ranks=ranks)
 
 

@@ -23,6 +23,7 @@ from velox_fn.eviction import Eviction
 from velox_fn.landing import tied
 from velox_fn.rows import View
 from velox_fn.scorers import MLX_SUMS, minus_cosine, unit_keys
+from velox_fn.select import Scores
 from velox_fn.static import Params, static_eviction
 from velox_fn.store import used_rows
 
@@ -73,5 +74,5 @@ def _running_update(
     return dataclasses.replace(landed, store=store), tied(view, store)
 
 
-def _difference(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-    return minus_cosine(keys, params[0], MLX_SUMS)
+def _difference(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+    return Scores(minus_cosine(keys, params[0], MLX_SUMS), unseen=(values,))

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from velox_fn.eviction import Eviction
 from velox_fn.scorers import square_terms
+from velox_fn.select import Scores
 from velox_fn.static import Params, static_eviction
 
 
@@ -25,5 +26,5 @@ def l2norm(*, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int
     )
 
 
-def _minus_squared_norm(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-    return -square_terms(keys)
+def _minus_squared_norm(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+    return Scores(-square_terms(keys), unseen=(values,))

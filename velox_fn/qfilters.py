@@ -24,6 +24,7 @@ from velox_fn.key_svd import warm_up
 from velox_fn.records import record, replaced
 from velox_fn.rows import View
 from velox_fn.scorers import metal_projection, projection_terms
+from velox_fn.select import Scores
 from velox_fn.static import Params, Score, per_row, scored, static_update
 from velox_fn.store import Store, init_store
 
@@ -167,17 +168,18 @@ def _scored(state: QFiltersState) -> QFiltersState:
     return replaced(state, store=scored(state.store, score, (state.filters,)))
 
 
-def _projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-    return projection_terms(keys, params[0])
+def _projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+    return Scores(projection_terms(keys, params[0]), unseen=(values,))
 
 
-def _metal_projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-    return metal_projection(keys, values, params[0], positions)
+def _metal_projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+    return Scores(metal_projection(keys, values, params[0], positions), unseen=())
 
 
 def _negated(score: Score) -> Score:
-    def negated(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
-        return -score(keys, values, positions, params)
+    def negated(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+        scores = score(keys, values, positions, params)
+        return dataclasses.replace(scores, terms=-scores.terms)
 
     return negated
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from velox_fn import checks
 from velox_fn.eviction import Eviction
+from velox_fn.select import Scores
 from velox_fn.static import Params, Score, static_eviction
 
 
@@ -45,11 +46,12 @@ def random_eviction(
 @functools.cache
 def _lot(seed: int, layer: int, first_head: int) -> Score:
     # One function object per (seed, layer, first_head), since compiled steps are kept by their score function.
-    def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+    def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
         heads = mx.arange(first_head, first_head + keys.shape[1], dtype=mx.uint32)[:, None]
         drawn = _mixed(_mixed(_mixed(mx.array(seed, mx.uint32)) ^ layer) ^ heads)
         drawn = _mixed(drawn ^ positions.astype(mx.uint32))
-        return (drawn >> 8).astype(mx.float32) * 2.0**-24  # 24 bits: exact in float32
+        uniform = (drawn >> 8).astype(mx.float32) * 2.0**-24  # 24 bits: exact in float32
+        return Scores(uniform, unseen=(keys, values))
 
     return score
 

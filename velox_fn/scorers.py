@@ -33,6 +33,7 @@ class StaticScorer:
     """(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], what `takes` names, sums) -> float32 [B,H,S]"""
     takes: tuple[str, ...] = ()  # calibrated directions, each [H,D], by the name of the argument that brings it
     reads_keys: bool = True  # and so is not finite where the key is not
+    reads_values: bool = False  # likewise
 
 
 def projection_terms(rows: mx.array, directions: mx.array) -> mx.array:
@@ -122,8 +123,8 @@ SCORERS: Mapping[str, StaticScorer] = MappingProxyType(
         "projection": StaticScorer("projection", _projection, takes=("filters",)),  # Q-Filters
         "key_difference": StaticScorer("key_difference", _key_difference, takes=("mean_keys",)),  # KeyDiff
         "key_norm": StaticScorer("key_norm", _key_norm),  # L2Norm
-        "value_norm": StaticScorer("value_norm", _value_norm, reads_keys=False),
-        "norm_product": StaticScorer("norm_product", _norm_product),
+        "value_norm": StaticScorer("value_norm", _value_norm, reads_keys=False, reads_values=True),
+        "norm_product": StaticScorer("norm_product", _norm_product, reads_values=True),
         "recency": StaticScorer("recency", _recency, reads_keys=False),
     }
 )

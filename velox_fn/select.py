@@ -8,6 +8,7 @@ everything only at the moment of choosing, since the window moves.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import mlx.core as mx
@@ -27,6 +28,15 @@ _BITS = MappingProxyType(
 )
 _PROTECTED = 0x7FFFFFFFFFFFFFFF
 PADDING = (_PADDING_SCORE << 32) | (_MAX_POSITION + 1)  # the rank of every padding row
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of rows as they arrive, and what they do not see."""
+
+    terms: mx.array  # float32 [B,H,S], or [B,H,S,n], still to be summed: one sum then scores and checks a row
+    unseen: tuple[mx.array, ...]
+    """Of keys [B,H,S,D] and values [B,H,S,D_v] those whose numbers that are not finite leave the score finite."""
 
 
 def pack_ranks(scores: mx.array, positions: mx.array) -> mx.array:
@@ -57,16 +67,14 @@ def rank_scores(ranks: mx.array) -> mx.array:
     return mx.where(ordered == _PADDING_SCORE, -mx.inf, scores)
 
 
-def arrival_ranks(scores: mx.array, keys: mx.array, values: mx.array, positions: mx.array, n_sink: int) -> mx.array:
-    """Ranks [B,H,S] of rows as they arrive.
+def arrival_ranks(scores: Scores, positions: mx.array, n_sink: int) -> mx.array:
+    """Ranks [B,H,S] of rows as they arrive, at positions int32, broadcastable to [B,H,S].
 
-    scores float32 [B,H,S], or their terms [B,H,S,n], which are summed here and are not finite where the key is not;
-    keys [B,H,S,D]; values [B,H,S,D_v]; positions int32, broadcastable to [B,H,S]. A row with a non-finite key, value or
-    score competes as -inf; sinks hold +inf.
+    A row with a non-finite key, value or score competes as -inf; sinks hold +inf.
     """
-    if keys.shape[2] == 1:
-        return _compiled_arrival(n_sink)(scores, keys, values, positions)
-    return _arrival_ranks(scores, keys, values, positions, n_sink)
+    if scores.terms.shape[2] == 1:
+        return _compiled_arrival(n_sink)(scores.terms, positions, *scores.unseen)
+    return _arrival_ranks(scores.terms, positions, *scores.unseen, n_sink=n_sink)
 
 
 @functools.cache
@@ -75,14 +83,13 @@ def _compiled_arrival(n_sink: int) -> Callable[..., mx.array]:
     return mx.compile(functools.partial(_arrival_ranks, n_sink=n_sink))
 
 
-def _arrival_ranks(scores: mx.array, keys: mx.array, values: mx.array, positions: mx.array, n_sink: int) -> mx.array:
-    unchecked = [values] if scores.ndim == 4 else [keys, values]
-    if scores.ndim == 4 and keys.shape[2] == 1 and scores.shape == values.shape:
+def _arrival_ranks(terms: mx.array, positions: mx.array, *unseen: mx.array, n_sink: int) -> mx.array:
+    if terms.ndim == 4 and terms.shape[2] == 1 and [rows.shape for rows in unseen] == [terms.shape]:
         # The fewest kernels for one token: zeros added to a sum do not change it, and NaN comes through.
-        scores, unchecked = scores + values.astype(mx.float32) * 0, []
-    bits = (scores.sum(-1) if scores.ndim == 4 else scores).view(mx.int32)
+        terms, unseen = terms + unseen[0].astype(mx.float32) * 0, ()
+    bits = (terms.sum(-1) if terms.ndim == 4 else terms).view(mx.int32)
     unsound = (bits & _INFINITY) == _INFINITY
-    for rows in unchecked:
+    for rows in unseen:
         unsound = unsound | _any_not_finite(rows)
     ordered = mx.where(unsound, _MINUS_INFINITY, _ordered(bits))
     if n_sink > 0:

@@ -17,13 +17,12 @@ from velox_fn.fused_evict import resolve_metal
 from velox_fn.landing import append_unscored, land, overwrite_victim, puts_off, settle, tied, written
 from velox_fn.records import record, replaced
 from velox_fn.rows import Rows, View, arriving_positions
-from velox_fn.select import arrival_ranks
+from velox_fn.select import Scores, arrival_ranks
 from velox_fn.store import Store, check_block, init_store, overwrites
 
 Params = tuple[mx.array, ...]
-Score = Callable[[mx.array, mx.array, mx.array, Params], mx.array]
-"""(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S], or [B,H,S,n]: its terms,
-not finite where the key is not, for the engine to sum. Terms save a pass: one sum then scores and checks a row."""
+Score = Callable[[mx.array, mx.array, mx.array, Params], Scores]
+"""(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> scores"""
 
 
 @record
@@ -77,7 +76,7 @@ def scored(store: Store, score: Score, params: Params) -> Store:
 def _ranks(
     score: Score, n_sink: int, positions: mx.array, keys: mx.array, values: mx.array, *params: mx.array
 ) -> mx.array:
-    return arrival_ranks(score(keys, values, positions, params), keys, values, positions, n_sink)
+    return arrival_ranks(score(keys, values, positions, params), positions, n_sink)
 
 
 @functools.cache
@@ -120,7 +119,8 @@ def static_eviction(
 ) -> Eviction:
     """A method that is nothing but a score function.
 
-    `params`, name to array [H,D,...] per KV head: `score` sees them in this order, with a batch axis in front.
+    `params`, name to array [H,D,...] or [H] per KV head: `score` sees them in this order, with a batch axis in front,
+    and the numbers as [B,H,1].
     `settings` holds what the method has beside the row counts.
     """
     params = params or {}
@@ -156,5 +156,6 @@ def static_eviction(
 
 
 def per_row(array: mx.array, batch: int) -> mx.array:
-    """`array` repeated along a new batch axis in front."""
+    """`array` [H,...] repeated along a new batch axis in front; [B,H,1] of an array [H]."""
+    array = array[:, None] if array.ndim == 1 else array
     return mx.broadcast_to(array, (batch, *array.shape))

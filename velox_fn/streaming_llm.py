@@ -17,6 +17,7 @@ from velox_fn.eviction import Eviction
 from velox_fn.renumber import gap_free_view, renumbering
 from velox_fn.rope import RopeSpec
 from velox_fn.rows import View
+from velox_fn.select import Scores
 from velox_fn.static import Params, StaticState, static_eviction
 
 _FIRST_NORMAL = 0x00800000  # bits of the smallest float32 that no backend flushes to zero
@@ -58,7 +59,7 @@ def streaming_llm(
     return dataclasses.replace(plain, update=update, settings=settings)
 
 
-def _recency(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+def _recency(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
     # Float32 counts to 2^24 only. Positive floats are ordered as their bits are, so a position becomes bits instead.
     scores = (positions + _FIRST_NORMAL).view(mx.float32)
-    return mx.broadcast_to(scores, keys.shape[:3])
+    return Scores(mx.broadcast_to(scores, keys.shape[:3]), unseen=(keys, values))

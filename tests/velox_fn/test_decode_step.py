@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from velox_fn import arrays, kept_positions, qfilters
+from velox_fn.select import Scores
 from velox_fn.static import static_eviction
 
 H, D, BUDGET = 4, 64, 1024
@@ -27,7 +28,7 @@ def test_steps_over_budget_are_traced_once():
 
     def score(keys, values, positions, params):
         traces.append(keys.shape[2])
-        return keys.astype(mx.float32).sum(-1)
+        return Scores(keys.astype(mx.float32).sum(-1), unseen=(values,))
 
     method = static_eviction("counted", score, budget=BUDGET, n_sink=4, recent=0)
     state = decoding(method)

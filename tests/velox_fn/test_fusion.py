@@ -129,15 +129,27 @@ def test_where_every_term_is_left_out_the_first_rows_stay_and_bad_ones_still_los
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", ["keys", "values"])
+@pytest.mark.parametrize("weights", [[[1.0, 1.0]] * 2, [[0.0, 1.0]] * 2, [[1.0, 0.0]] * 2], ids=str)
+@pytest.mark.parametrize("combine", ["max", "sum"])
 @pytest.mark.parametrize(
-    "terms", [("projection", "recency"), ("recency", "projection"), ("projection", "key_difference")]
+    "terms",
+    [
+        ("projection", "recency"),
+        ("recency", "projection"),
+        ("projection", "key_difference"),
+        ("value_norm", "key_difference"),
+        ("recency", "value_norm"),
+        ("norm_product", "recency"),
+    ],
+    ids="+".join,
 )
-def test_no_other_term_saves_a_row_whose_key_is_not_finite(terms, bad):
+def test_no_term_saves_a_row_whose_key_or_value_is_not_finite(terms, combine, weights, part, bad):
     keys, values, _ = tokens(30)
-    keys[:, [8, 25], 3] = bad
+    {"keys": keys, "values": values}[part][:, [8, 25], 3] = bad
+    method = fused(budget=24, n_sink=0, terms=terms, combine=combine, **arrays(terms, weights=np.float32(weights)))
     for calls in ([30], [1] * 30):
-        found = kept_after(fused(budget=24, n_sink=0, terms=terms, **arrays(terms)), keys, values, None, calls)
-        assert not np.isin(found, [8, 25]).any()
+        assert not np.isin(kept_after(method, keys, values, None, calls), [8, 25]).any()
 
 
 @pytest.mark.parametrize("method", ["qfilters", "keydiff", "l2norm"])

@@ -19,7 +19,8 @@ def ranked(scores, positions, n_sink=0):
     """Ranks [1,1,n] of finite rows with these scores and positions."""
     ones = mx.ones((1, 1, len(scores), 2))
     positions = mx.array(np.array(positions, np.int32).reshape(1, 1, -1))
-    return select.arrival_ranks(mx.array(np.array(scores, np.float32).reshape(1, 1, -1)), ones, ones, positions, n_sink)
+    scores = select.Scores(mx.array(np.array(scores, np.float32).reshape(1, 1, -1)), unseen=(ones, ones))
+    return select.arrival_ranks(scores, positions, n_sink)
 
 
 def kept(ranks, offset, keep, recent=0):
@@ -86,9 +87,8 @@ def test_a_row_that_is_not_finite_loses_to_every_finite_score(bad, where):
     scores, keys, values = np.full((1, 1, 3), -3e38, np.float32), np.ones((1, 1, 3, 4)), np.ones((1, 1, 3, 2))
     {"score": scores, "key": keys, "value": values}[where][0, 0, 0] = bad
     positions = mx.array([[[0, 1, 2]]], mx.int32)
-    ranks = select.arrival_ranks(
-        mx.array(scores), mx.array(keys.astype(np.float32)), mx.array(values.astype(np.float32)), positions, 0
-    )
+    rows = (mx.array(keys.astype(np.float32)), mx.array(values.astype(np.float32)))
+    ranks = select.arrival_ranks(select.Scores(mx.array(scores), unseen=rows), positions, 0)
     assert kept(ranks, 3, 2) == [1, 2]
 
 
