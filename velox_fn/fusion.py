@@ -153,8 +153,7 @@ def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
     # One function object for each form, since compiled steps are kept by their score function.
     sums = METAL_SUMS if metal else MLX_SUMS
     directions = list(dict.fromkeys(name for term in names for name in SCORERS[term].takes))
-    seen_by = {"keys": [SCORERS[name].reads_keys for name in names]}
-    seen_by["values"] = [SCORERS[name].reads_values for name in names]
+    seen_by = {part: [t for t, name in enumerate(names) if part in SCORERS[name].reads] for part in ("keys", "values")}
 
     def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
         exact = widened(keys)  # once for all terms
@@ -164,13 +163,10 @@ def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
             scores.append(SCORERS[name].score(exact, values, positions, own, sums))
         moments = params[len(directions) :]
         fused = _combined(combine, [_in_units(*term) for term in zip(scores, moments[::2], moments[1::2], strict=True)])
-        unseen = []
-        for part, rows in (("keys", keys), ("values", values)):
-            if any(seen_by[part]):  # adds nothing, or NaN where a row is not finite, also where the term is left out
-                fused = fused + 0 * scores[seen_by[part].index(True)]
-            else:
-                unseen.append(rows)
-        return Scores(fused, tuple(unseen))
+        for t in {terms[0] for terms in seen_by.values() if terms}:
+            fused = fused + 0 * scores[t]  # or NaN where a row is not finite, also where this term is left out
+        unseen = tuple(rows for part, rows in (("keys", keys), ("values", values)) if not seen_by[part])
+        return Scores(fused, unseen)
 
     def _in_units(scores: mx.array, centre: mx.array, spread: mx.array) -> mx.array:
         # A quotient, and no product: a sum of products might be contracted into a fused multiply-add, and the bits of a

@@ -32,8 +32,7 @@ class StaticScorer:
     score: Callable[[mx.array, mx.array, mx.array, tuple[mx.array, ...], RowSums], mx.array]
     """(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], what `takes` names, sums) -> float32 [B,H,S]"""
     takes: tuple[str, ...] = ()  # calibrated directions, each [H,D], by the name of the argument that brings it
-    reads_keys: bool = True  # and so is not finite where the key is not
-    reads_values: bool = False  # likewise
+    reads: tuple[str, ...] = ("keys",)  # and so is not finite where one of them is not
 
 
 def projection_terms(rows: mx.array, directions: mx.array) -> mx.array:
@@ -123,9 +122,9 @@ SCORERS: Mapping[str, StaticScorer] = MappingProxyType(
         "projection": StaticScorer("projection", _projection, takes=("filters",)),  # Q-Filters
         "key_difference": StaticScorer("key_difference", _key_difference, takes=("mean_keys",)),  # KeyDiff
         "key_norm": StaticScorer("key_norm", _key_norm),  # L2Norm
-        "value_norm": StaticScorer("value_norm", _value_norm, reads_keys=False, reads_values=True),
-        "norm_product": StaticScorer("norm_product", _norm_product, reads_values=True),
-        "recency": StaticScorer("recency", _recency, reads_keys=False),
+        "value_norm": StaticScorer("value_norm", _value_norm, reads=("values",)),
+        "norm_product": StaticScorer("norm_product", _norm_product, reads=("keys", "values")),
+        "recency": StaticScorer("recency", _recency, reads=()),
     }
 )
 """The scorers by name. Norms are squared: they order rows as norms do. Recency, as a float, counts to 2^24 exactly."""
