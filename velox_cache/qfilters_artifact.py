@@ -79,8 +79,13 @@ class QFiltersCalibration:
 
 
 def save_qfilters(calibration: QFiltersCalibration, path: str | os.PathLike[str]) -> None:
-    """Write `calibration` as an .npz without pickled objects. An interrupted write leaves an older file as it was."""
+    """Write `calibration` as an .npz without pickled objects. An interrupted write leaves an older file as it was.
+
+    Raises FileNotFoundError when the folder does not exist.
+    """
     target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"the folder {target.parent} for {target.name} does not exist; make it first")
     stored = {_layer_key(i): np.array(f) for i, f in enumerate(calibration.filters) if f is not None}
     for index, layer in enumerate(calibration.statistics):
         stored |= {f"{name}_{index:04d}": np.array(array) for name, array in layer.arrays().items()} if layer else {}

@@ -64,7 +64,8 @@ class Sequences:
         return after if lengths is None else _known_offsets(after)
 
     def with_store(self, store: Store) -> "Sequences":
-        return replace(self, record=replace(self.record, store=store))  # type: ignore[type-var]
+        record: Any = self.record
+        return replace(self, record=replace(record, store=store))
 
 
 def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:

@@ -71,7 +71,9 @@ def with_seen(store: Store, seen_by_all: int) -> Store:
 def trim(store: Store, n_tokens: int) -> Store:
     """`store` as it was `n_tokens` tokens ago. Exact when nothing was evicted, or for up to `rollback` tokens.
 
-    Raises ValueError beyond that. The row that a token evicted comes back because `rollback` rows are kept aside.
+    Raises ValueError beyond that. The row that a token evicted comes back because `rollback` rows are kept aside. Only
+    the shortest sequence's length is known here: where lengths differ, whoever merged them must know that no longer one
+    has lost a row.
     """
     evicted = has_evicted(store, store.seen_by_all)
     if n_tokens > store.seen_by_all or (evicted and n_tokens > store.rollback):

@@ -87,6 +87,11 @@ def test_interrupted_write_leaves_the_older_file(calibration, path, monkeypatch)
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_missing_folder_is_named(calibration, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere for filters\.npz does not exist"):
+        save_qfilters(calibration, tmp_path / "nowhere" / "filters.npz")
+
+
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.npz"):
         load_qfilters(tmp_path / "absent.npz")
