@@ -5,6 +5,7 @@ batch or on how the tokens were split into calls, so a run can be repeated and t
 """
 
 import functools
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -12,6 +13,9 @@ from velox_fn import checks
 from velox_fn.eviction import Eviction
 from velox_fn.select import Scores
 from velox_fn.static import Params, Score, static_eviction
+
+_ALL = 0xFFFFFFFF
+_Bits = TypeVar("_Bits", int, mx.array)  # an array of uint32
 
 
 def random_eviction(
@@ -47,17 +51,17 @@ def random_eviction(
 def _lot(seed: int, layer: int, first_head: int) -> Score:
     # One function object per (seed, layer, first_head), since compiled steps are kept by their score function.
     def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
-        heads = mx.arange(first_head, first_head + keys.shape[1], dtype=mx.uint32)[:, None]
-        drawn = _mixed(_mixed(_mixed(mx.array(seed, mx.uint32)) ^ layer) ^ heads)
-        drawn = _mixed(drawn ^ positions.astype(mx.uint32))
+        heads = range(first_head, first_head + keys.shape[1])
+        of_head = mx.array([_mixed(_mixed(_mixed(seed) ^ layer) ^ head) for head in heads], mx.uint32)  # a constant
+        drawn = _mixed(of_head[:, None] ^ positions.astype(mx.uint32))
         uniform = (drawn >> 8).astype(mx.float32) * 2.0**-24  # 24 bits: exact in float32
         return Scores(uniform, unseen=(keys, values))
 
     return score
 
 
-def _mixed(bits: mx.array) -> mx.array:
-    """Each uint32 sent to another one, as MurmurHash3 finishes; one to one, so positions of a head never collide."""
-    bits = (bits ^ (bits >> 16)) * mx.array(0x85EBCA6B, mx.uint32)
-    bits = (bits ^ (bits >> 13)) * mx.array(0xC2B2AE35, mx.uint32)
+def _mixed(bits: _Bits) -> _Bits:
+    """Each number of 32 bits sent to another one, as MurmurHash3 finishes; one to one: positions never collide."""
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _ALL
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _ALL
     return bits ^ (bits >> 16)

@@ -84,9 +84,10 @@ def _compiled_arrival(n_sink: int) -> Callable[..., mx.array]:
 
 
 def _arrival_ranks(terms: mx.array, positions: mx.array, *unseen: mx.array, n_sink: int) -> mx.array:
-    if terms.ndim == 4 and terms.shape[2] == 1 and [rows.shape for rows in unseen] == [terms.shape]:
+    if terms.shape[2] == 1 and len({rows.shape for rows in unseen}) == 1:
         # The fewest kernels for one token: zeros added to a sum do not change it, and NaN comes through.
-        terms, unseen = terms + unseen[0].astype(mx.float32) * 0, ()
+        zeros = functools.reduce(mx.add, [rows.astype(mx.float32) * 0 for rows in unseen])
+        terms, unseen = terms + (zeros if zeros.shape == terms.shape else zeros.sum(-1, keepdims=terms.ndim == 4)), ()
     bits = (terms.sum(-1) if terms.ndim == 4 else terms).view(mx.int32)
     unsound = (bits & _INFINITY) == _INFINITY
     for rows in unseen:
