@@ -24,7 +24,7 @@ from velox_cache.evaluation import (
 from velox_cache.install import install, uninstall
 from velox_cache.layer_arguments import calibration_for
 from velox_cache.qfilters_artifact import QFiltersCalibration
-from velox_fn.registry import METHODS, method_factory
+from velox_fn.registry import method_factory
 
 PLANTED = PlantedFact(
     "The secret code word of the lighthouse is marigold.",
@@ -32,7 +32,7 @@ PLANTED = PlantedFact(
     "marigold",
 )
 LABELS = {"fusion": "Fusion", "qfilters": "Q-Filters", "streaming_llm": "StreamingLLM"}
-"""The methods that the demo shows, as far as they are registered."""
+"""The methods that the demo shows."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,11 @@ class ArmResult:
 
 
 def default_arms(budgets: Sequence[int]) -> list[Arm]:
-    """The full cache, and each method of LABELS that is registered, at each budget."""
-    methods = [(method, label) for method, label in LABELS.items() if method in METHODS]
-    bounded = [Arm(f"{label}, {n}", method, {"budget": n}) for method, label in methods for n in budgets]
-    return [FULL, *bounded]
+    """The full cache, each method of LABELS at each budget, and fusion with fewer recent rows, which finds facts."""
+    most = max(budgets)
+    long_ago = Arm(f"Fusion, {most}, a quarter recent", "fusion", {"budget": most, "recent": most // 4})
+    bounded = [Arm(f"{label}, {n}", method, {"budget": n}) for method, label in LABELS.items() for n in budgets]
+    return [FULL, long_ago, *bounded]
 
 
 def compare_arms(

@@ -81,6 +81,7 @@ def test_arms_are_methods_times_budgets():
     arms = default_arms([24, 16])
     assert {arm.method for arm in arms[1:]} <= set(METHODS)
     assert [arm.settings["budget"] for arm in arms if arm.method == "qfilters"] == [24, 16]
+    assert [arm.settings for arm in arms if "recent" in arm.settings] == [{"budget": 24, "recent": 6}]
 
 
 def test_the_table_has_a_row_for_each_arm(results):
