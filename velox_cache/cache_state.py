@@ -97,8 +97,16 @@ def _record(method: Eviction, header: dict[str, Any], packed: Sequence[Any]) -> 
     if len(leaves) < 2 or not all(isinstance(leaf, mx.array) for leaf in leaves):
         raise ValueError("this cache lacks arrays that its header names: the file is truncated")
     keys, values = leaves[0], leaves[1]
+    unlike = ValueError(
+        f"the arrays in this cache are not those of {header['method']} here: it is damaged, or another version of "
+        "velox-kv wrote it; compute the cache again"
+    )
+    if (keys.ndim, values.ndim) != (4, 4):
+        raise unlike
     batch, n_kv_heads, _, head_dim = keys.shape
     empty = method.init(batch, n_kv_heads, head_dim, values.shape[-1], keys.dtype)
+    if [leaf.ndim for leaf in leaves] != [leaf.ndim for leaf in arrays(empty)]:
+        raise unlike
     _check_counts(header, empty.store, fields["store"], keys)
     here = {**fields, "store": {**fields["store"], "metal": empty.store.metal}}  # the machine may be another one
     return with_statics(with_arrays(empty, leaves), here)

@@ -28,6 +28,14 @@ class Candidate:
         weights = {layer: mx.array([[LEVELS[i] for i in head] for head in own]) for layer, own in self.levels.items()}
         return with_weights(calibration, replace(choice, recent_share=SHARES[self.share]), weights)
 
+    def is_like(self, other: "Candidate") -> bool:
+        """Whether both have weights for the same layers, heads and terms, of levels and shares that there are."""
+        if not 0 <= self.share < len(SHARES) or self.levels.keys() != other.levels.keys():
+            return False
+        heads = [head for own in self.levels.values() for head in own]
+        alike = all([*map(len, own)] == [*map(len, other.levels[layer])] for layer, own in self.levels.items())
+        return alike and all(0 <= level < len(LEVELS) and any(head) for head in heads for level in head)
+
     def plain(self) -> dict[str, Any]:
         """As plain JSON."""
         return {"levels": {str(layer): own for layer, own in self.levels.items()}, "share": self.share}

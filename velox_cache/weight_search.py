@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,11 @@ from velox_cache.evaluation.texts import passages, text_digest
 from velox_cache.fusion_candidate import Candidate, changed, equal_weights, moved
 from velox_cache.fusion_choice import RECENT_SHARE, FusionChoice, without_weights
 from velox_cache.qfilters_artifact import QFiltersCalibration
+from velox_cache.search_progress import begun, write_progress
 from velox_fn import checks
 from velox_fn.fusion import COMBINE, TERMS, term_names
+
+_LEAST_BUDGET = 16  # rows
 
 Advance = Callable[[int, float, float], object]
 """Called with the steps done, the loss of equal weights, and the best so far."""
@@ -53,8 +56,14 @@ class SearchSizes:
     def __post_init__(self) -> None:
         for name, least in (("n_context", 32), ("n_scored", 2), ("n_prompts", 1), ("n_held_out", 1)):
             checks.whole_number(name, getattr(self, name), least)
-        if not self.budgets or not all(0 < share < 1 for share in self.budgets):
-            raise ValueError(f"budgets must be shares of the context between 0 and 1, got {self.budgets}")
+        shares = self.budgets if isinstance(self.budgets, tuple) else ()
+        if not shares or not all(isinstance(share, float) and 0 < share < 1 for share in shares):
+            raise ValueError(f"budgets must be a tuple of shares of the context between 0 and 1, got {self.budgets!r}")
+        if round(min(shares) * self.n_context) < _LEAST_BUDGET:
+            raise ValueError(
+                f"budgets={self.budgets} of n_context={self.n_context} tokens leave fewer than {_LEAST_BUDGET} rows: "
+                "nothing to choose among beside first and recent rows; take more of either"
+            )
         if self.n_scored > self.n_context:
             raise ValueError(f"n_scored={self.n_scored} must not exceed n_context={self.n_context}: half is repeated")
 
@@ -85,17 +94,6 @@ class _Prompt:
     continuation: list[int]
     reference: mx.array  # float32 [n, V], log-probabilities under the full cache
     budget: int
-
-
-@dataclass
-class _Progress:
-    """A search as it stands; what the file beside the output holds."""
-
-    best: Candidate
-    identity: dict[str, Any] = field(default_factory=dict)
-    steps: int = 0
-    equal_loss: float | None = None
-    best_loss: float = float("inf")
 
 
 def search_weights(
@@ -146,16 +144,20 @@ def search_weights(
         "seed": seed,
         "sizes": json.loads(json.dumps(vars(sizes))),
     }
-    state = _begun(state_file, identity, equal)
+    if state_file is not None and not Path(state_file).parent.is_dir():
+        raise FileNotFoundError(f"the folder for {state_file} does not exist; make it first")
+    state = begun(state_file, identity, equal)
     if state.equal_loss is None:
         state.equal_loss = state.best_loss = loss(equal, prompts)
-    started = time.monotonic()
+    started, tried = time.monotonic(), [state.best]  # what lost once loses again
     while time.monotonic() - started < seconds and (most_steps is None or state.steps < most_steps):
         candidate = moved(state.best, state.steps) or changed(state.best, np.random.default_rng([seed, state.steps]))
-        if candidate != state.best and (found := loss(candidate, prompts)) < state.best_loss:
-            state.best, state.best_loss = candidate, found
+        if candidate not in tried:
+            tried.append(candidate)
+            if (found := loss(candidate, prompts)) < state.best_loss:
+                state.best, state.best_loss = candidate, found
         state.steps += 1
-        _write(state_file, state)
+        write_progress(state_file, state)
         advance(state.steps, state.equal_loss, state.best_loss)
     del prompts
     others = [_prompt(model, passage, i, seed, sizes) for i, passage in enumerate(held_out)]
@@ -218,27 +220,3 @@ def _read(model: nn.Module, continuations: Sequence[list[int]], caches: Sequence
             found.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
             mx.eval(found[-1])
     return mx.stack(found, axis=1)
-
-
-def _begun(file: str | os.PathLike[str] | None, identity: dict[str, Any], equal: Candidate) -> _Progress:
-    if file is None or not Path(file).exists():
-        return _Progress(equal, identity)
-    try:
-        held = json.loads(Path(file).read_text())
-        state = _Progress(
-            Candidate.from_plain(held["best"]), held["identity"], held["steps"], held["equal_loss"], held["best_loss"]
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no search that can be gone on with ({error}); delete it to begin anew") from error
-    if state.identity != identity:
-        raise ValueError(
-            f"{file} holds another search ({state.identity}, where {identity} is asked for); delete it to begin anew"
-        )
-    return state
-
-
-def _write(file: str | os.PathLike[str] | None, state: _Progress) -> None:
-    if file is not None:
-        part = Path(f"{os.fspath(file)}.{os.getpid()}.part")
-        part.write_text(json.dumps({**vars(state), "best": state.best.plain()}))
-        part.replace(file)

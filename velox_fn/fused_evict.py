@@ -84,7 +84,7 @@ def evict_rows(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The same for rows with ranks int64 [B,H,n] that compete with `competing`; Metal wants temporal order.
 
-    After the survivors there may be room for one more row, with anything in it.
+    Returns keys, values and ranks of `keep` rows, and from MLX operations of one more, which is only room.
     """
     if metal:
         scores, positions = select.rank_scores(ranks), select.rank_positions(ranks)

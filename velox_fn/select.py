@@ -30,13 +30,13 @@ _PROTECTED = 0x7FFFFFFFFFFFFFFF
 PADDING = (_PADDING_SCORE << 32) | (_MAX_POSITION + 1)  # the rank of every padding row
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scores:
     """Scores of rows as they arrive, and what they do not see."""
 
     terms: mx.array  # float32 [B,H,S], or [B,H,S,n], still to be summed: one sum then scores and checks a row
     unseen: tuple[mx.array, ...]
-    """Of keys [B,H,S,D] and values [B,H,S,D_v] those whose numbers that are not finite leave the score finite."""
+    """Those of keys [B,H,S,D] and values [B,H,S,D_v] that may hold NaN or infinity while the score is finite."""
 
 
 def pack_ranks(scores: mx.array, positions: mx.array) -> mx.array:

@@ -119,8 +119,8 @@ def static_eviction(
 ) -> Eviction:
     """A method that is nothing but a score function.
 
-    `params`, name to array [H,D,...] or [H] per KV head: `score` sees them in this order, with a batch axis in front,
-    and the numbers as [B,H,1].
+    `params`, name to array per KV head: `score` sees them in this order, an array [H,D,...] as [B,H,D,...] and an array
+    [H] as [B,H,1].
     `settings` holds what the method has beside the row counts.
     """
     params = params or {}

@@ -129,6 +129,14 @@ def test_a_state_that_lacks_arrays_is_refused():
         EvictingKVCache.from_state(fed(cache(), [30]).state[:-1])
 
 
+@pytest.mark.parametrize("leaf", [2, -1], ids=["keys", "filters"])
+def test_a_state_whose_arrays_have_other_dimensions_is_refused(leaf):
+    packed = list(fed(cache(), [30]).state)
+    packed[leaf] = packed[leaf][0]
+    with pytest.raises(ValueError, match="are not those of qfilters here"):
+        EvictingKVCache.from_state(packed)
+
+
 @pytest.mark.parametrize(
     ("written", "altered"),
     [('"budget": 16, "n_sink"', '"budget": 99, "n_sink"'), ('"filled": 16', '"filled": 99'), ("[30]", "[30, 2]")],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from calibrated import random_calibration
 
-from velox_cache import install, load_qfilters, save_qfilters
+from velox_cache import install, load_qfilters, save_qfilters, weight_search
 from velox_cache.evaluation.arms import cache_maker, parse_arm
 from velox_cache.fusion_candidate import LEVELS, SHARES, Candidate, changed, equal_weights, moved
 from velox_cache.fusion_choice import FusionChoice, with_weights, without_weights
@@ -91,10 +91,44 @@ def test_the_file_of_a_search_on_other_text_is_refused(search, tiny_model, token
         search_weights(tiny_model(), tokenizer, random_calibration(), [TEXT[::-1]], **options)
 
 
-def test_a_damaged_file_is_refused(search, tmp_path):
-    (tmp_path / "search.json").write_text('{"steps": 3')
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda held: '{"steps": 3',
+        lambda held: "[]",
+        lambda held: json.dumps(held | {"steps": -1}),
+        lambda held: json.dumps(held | {"best_loss": None}),
+        lambda held: json.dumps(held | {"best": [1]}),
+        lambda held: json.dumps(held | {"best": held["best"] | {"share": 99}}),
+        lambda held: json.dumps(held | {"best": held["best"] | {"levels": {"0": [[3, 3, 3]]}}}),
+        lambda held: json.dumps(held).replace("[3, 3, 3]", "[3, 3, 9]", 1),
+    ],
+)
+def test_a_damaged_file_is_refused(search, tmp_path, damage):
+    file = tmp_path / "search.json"
+    search(most_steps=0, state_file=file)
+    search(most_steps=1, state_file=file)
+    held = json.loads(file.read_text())
+    held["best"]["levels"] = {layer: [[3, 3, 3] for _ in own] for layer, own in held["best"]["levels"].items()}
+    file.write_text(json.dumps(held))
+    assert search(most_steps=1, state_file=file).steps == 1
+    file.write_text(damage(held))
     with pytest.raises(ValueError, match="delete it to begin anew"):
-        search(state_file=tmp_path / "search.json")
+        search(state_file=file)
+
+
+def test_a_file_in_a_missing_folder_is_refused_before_anything_is_read(search, tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist; make it first"):
+        search(state_file=tmp_path / "nowhere" / "search.json")
+
+
+def test_a_candidate_that_lost_is_not_tried_again(search, monkeypatch):
+    tried = []
+    monkeypatch.setattr(
+        weight_search, "_loss", lambda model, calibration, choice, prompts: tried.append(calibration) or 1.0
+    )
+    assert search(most_steps=16).steps == 16
+    assert len(tried) == 1 + 8 + 2  # equal weights, every whole move once, and the judgement of the two at the end
 
 
 def test_too_little_text_is_refused(tiny_model, tokenizer):
@@ -116,6 +150,9 @@ def test_no_time_is_refused(search):
         {"n_held_out": 0},
         {"budgets": ()},
         {"budgets": (1.0,)},
+        {"budgets": (0.4, 0.005)},
+        {"budgets": 0.3},
+        {"budgets": ("0.3",)},
         {"n_scored": 65, "n_context": 64},
     ],
     ids=str,
