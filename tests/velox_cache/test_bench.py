@@ -9,10 +9,13 @@ import pytest
 from velox_cache.bench import report as reports
 from velox_cache.bench import rounds
 from velox_cache.bench.arms import Shape, caches, decode_step
+from velox_cache.bench.decoding import decoding_in_turns
+from velox_cache.bench.end_to_end import end_to_end
 from velox_cache.bench.operations import Plan, decode_over_budget, prefill, selection
 from velox_cache.bench.report import Report, changes, read, write
 from velox_cache.bench.rounds import Comparison, Timing, compare
 from velox_cache.cli.main import main
+from velox_cache.install import InstalledCaches
 from velox_fn import METHODS
 
 SMALL = Shape(n_kv_heads=2, head_dim=8)
@@ -175,7 +178,31 @@ def test_the_command_writes_its_report_and_never_fails_on_a_slow_machine(tmp_pat
     assert "slower" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", [["--budgets", "0"], ["--budgets", "many"], ["--dtypes", "int8"]])
+@pytest.mark.parametrize(
+    "option", [["--budgets", "0"], ["--budgets", "many"], ["--dtypes", "int8"], ["--methods", "none"]]
+)
 def test_options_that_mean_nothing_are_refused(option):
     with pytest.raises(SystemExit):
         main(["bench", *option])
+
+
+def test_caches_decode_in_turns_beside_the_rotating_one(tiny_model, tokenizer):
+    model = tiny_model()
+    [comparison] = decoding_in_turns(
+        model, tokenizer, budgets=(24,), rounds=2, methods=("qfilters", "h2o"), advance=lambda label: None
+    )
+    assert [timing.label for timing in comparison.timings] == ["RotatingKVCache", "qfilters", "h2o"]
+    assert not isinstance(model.__dict__.get("make_cache"), InstalledCaches)
+
+
+def test_only_the_methods_that_are_asked_for_run_and_all_take_turns(tiny_model, tokenizer, monkeypatch):
+    def some_tokens(model, tokenizer, prompt, max_tokens, prompt_cache):
+        for start in range(0, 90, 30):
+            mx.eval(model(mx.array(prompt[start : start + 30])[None], cache=prompt_cache))
+            yield start
+
+    monkeypatch.setattr("velox_cache.bench.end_to_end.stream_generate", some_tokens)
+    seen = []
+    runs = end_to_end(tiny_model(), tokenizer, budgets=(24,), rounds=2, methods=("l2norm",), advance=seen.append)
+    assert [run.label for run in runs] == ["KVCache", "RotatingKVCache", "l2norm"]
+    assert seen == ["KVCache, None"] * 2 + ["RotatingKVCache, 24", "l2norm, 24"] * 2

@@ -1,7 +1,7 @@
 """A model's generation under each cache: tokens a second, memory, and the cache's share of a token's time."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -53,34 +53,49 @@ def end_to_end(
     budgets: tuple[int, ...],
     rounds: int,
     filters: Any | None = None,
+    methods: Sequence[str] | None = None,
     advance: Callable[[str], object] = print,
 ) -> Iterator[Run]:
     """Every cache at every budget. `advance` is told each run's label.
 
-    mlx_lm's caches and Q-Filters take turns, `rounds` times; the others run once, the slowest last.
+    mlx_lm's caches and Q-Filters take turns, `rounds` times; the others run once, the slowest last. With `methods`,
+    only mlx_lm's caches and these run, and all take turns.
 
     The model ends up with its own caches.
     """
-    tokens = list(tokenizer.encode(filler_text()))
-    prompt = (tokens * (PROMPT // len(tokens) + 1))[:PROMPT]
+    prompt = bench_prompt(tokenizer)
     for budget in (None, *budgets):
-        makers = _makers(model, budget, filters)
+        makers = cache_makers(model, budget, filters, methods)
         samples: dict[str, list[_Sample]] = {label: [] for label in makers}
-        taking_turns = [label for label in makers if label in _IN_TURN]
-        for label in taking_turns * rounds + [label for label in makers if label not in _IN_TURN]:
+        taking_turns = [label for label in makers if methods is not None or label in _IN_TURN]
+        once = [label for label in makers if label not in taking_turns]
+        for label in taking_turns * rounds + once:
             advance(f"{label}, {budget}")
             samples[label].append(_generate(model, tokenizer, prompt, makers[label]))
-            if len(samples[label]) == (rounds if label in _IN_TURN else 1):
+            if len(samples[label]) == (rounds if label in taking_turns else 1):
                 yield _run(label, budget, samples[label])
     uninstall(model)
 
 
-def _makers(model: nn.Module, budget: int | None, filters: Any | None) -> Mapping[str, Callable[[], list[Any]]]:
+def bench_prompt(tokenizer: TokenizerWrapper) -> list[int]:
+    """The prompt of every run."""
+    tokens = list(tokenizer.encode(filler_text()))
+    return (tokens * (PROMPT // len(tokens) + 1))[:PROMPT]
+
+
+def cache_makers(
+    model: nn.Module, budget: int | None, filters: Any | None, methods: Sequence[str] | None = None
+) -> Mapping[str, Callable[[], list[Any]]]:
+    """By label, what makes a model's caches: mlx_lm's own, and at a budget those of `methods` (None: all).
+
+    Without filters (a calibration), methods that need one are left out. The caches of a method stay installed.
+    """
     if budget is None:
         return {"KVCache": lambda: make_prompt_cache(model)}
     n_layers = len(make_prompt_cache(model))
     rotating = {"RotatingKVCache": lambda: [RotatingKVCache(max_size=budget, keep=N_SINK) for _ in range(n_layers)]}
-    usable = [name for name, factory in METHODS.items() if filters is not None or factory not in NEED_CALIBRATION]
+    wanted = {name: factory for name, factory in METHODS.items() if methods is None or name in methods}
+    usable = [name for name, factory in wanted.items() if filters is not None or factory not in NEED_CALIBRATION]
     slowest_last = sorted(usable, key=("expected_attention", "curdkv").__contains__)
     return {**rotating, **{name: _installed(model, name, budget, filters) for name in slowest_last}}
 

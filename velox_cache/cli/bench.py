@@ -11,7 +11,10 @@ EXAMPLES = """examples:
   velox bench --quick
   velox bench --json bench.json --plot bench.png
   velox bench --quick --against docs/results/bench-linux-cpu.json
-  velox bench --only-model --model smollm2-135m --budgets 256,512"""
+  velox bench --only-model --model smollm2-135m --budgets 256,512
+  velox bench --only-model --model smollm2-135m --budgets 512 --methods qfilters --model-rounds 10"""
+
+_TURNS_PER_RUN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--filters", metavar="FILE", help="Q-Filters for MODEL (default: from its first keys)")
     parser.add_argument(
         "--model-rounds", type=int, default=3, metavar="N", help="runs of the caches that take turns (default: 3)"
+    )
+    parser.add_argument(
+        "--methods",
+        type=_methods,
+        metavar="M,M",
+        help="under MODEL only these, all taking turns (default: all methods)",
     )
     parser.add_argument("--only-model", action="store_true", help="nothing but the model's runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
@@ -47,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     import mlx.core as mx
     from rich.console import Console
 
+    from velox_cache.bench.decoding import decoding_in_turns
     from velox_cache.bench.end_to_end import Run, end_to_end
     from velox_cache.bench.figure import draw
     from velox_cache.bench.imports import import_costs
@@ -85,7 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
         filters = None if arguments.filters is None else load_qfilters(arguments.filters)
         budgets = arguments.budgets or (512, 256)
         rounds = arguments.model_rounds
-        add(end_to_end(model, tokenizer, budgets=budgets, rounds=rounds, filters=filters, advance=console.log))
+        options = {"budgets": budgets, "filters": filters, "methods": arguments.methods, "advance": console.log}
+        add(decoding_in_turns(model, tokenizer, rounds=_TURNS_PER_RUN * rounds, **options))
+        add(end_to_end(model, tokenizer, rounds=rounds, **options))
         console.print(runs_table(report.runs))
     if arguments.plot is not None:
         draw(report.comparisons, arguments.plot)
@@ -103,6 +115,15 @@ def _numbers(text: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers above 0, such as 512,2048")
     return numbers
+
+
+def _methods(text: str) -> tuple[str, ...]:
+    from velox_fn import METHODS
+
+    names = tuple(text.split(","))
+    if not set(names) <= set(METHODS):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of methods among {', '.join(METHODS)}")
+    return names
 
 
 def _names(text: str) -> tuple[str, ...]:

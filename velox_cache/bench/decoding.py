@@ -1,0 +1,55 @@
+"""Decoding under a model with each cache in turn, a few tokens at a time.
+
+Whole runs of a cache lie minutes apart, and a shared machine changes its pace by a tenth in that time; turns of half a
+second change together.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from velox_cache.bench.end_to_end import PROMPT, bench_prompt, cache_makers
+from velox_cache.bench.rounds import Call, Comparison, compare
+from velox_cache.install import uninstall
+from velox_cache.query_tap import observe_queries
+
+TOKENS = 8  # of a turn
+
+
+def decoding_in_turns(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    *,
+    budgets: tuple[int, ...],
+    rounds: int,
+    filters: Any | None = None,
+    methods: Sequence[str] | None = None,
+    advance: Callable[[str], object] = print,
+) -> Iterator[Comparison]:
+    """Eight tokens decoded with each cache after the same prompt, beside RotatingKVCache; a comparison for each budget.
+
+    The model ends up with its own caches.
+    """
+    prompt = mx.array(bench_prompt(tokenizer))[None]
+    with observe_queries(model):
+        for budget in budgets:
+            arms: dict[str, Call] = {}
+            for label, make in cache_makers(model, budget, filters, methods).items():
+                advance(f"{label}, {budget}, in turns")
+                cache = make()
+                uninstall(model)
+                mx.eval(model(prompt, cache=cache))
+                arms[label] = partial(_decode, model, cache)
+            setting = f"{TOKENS} tokens, budget {budget}, after {PROMPT}"
+            yield compare("decoding under the model", setting, arms, rounds=rounds)
+
+
+def _decode(model: nn.Module, cache: list[Any]) -> None:
+    token = mx.zeros((1, 1), mx.int32)
+    for _ in range(TOKENS):
+        token = model(token, cache=cache)[:, -1:].argmax(-1)
+        mx.eval(token)
