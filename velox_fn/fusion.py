@@ -23,7 +23,7 @@ import mlx.core as mx
 from velox_fn import checks
 from velox_fn.eviction import Eviction
 from velox_fn.fused_evict import resolve_metal
-from velox_fn.scorers import METAL_SUMS, MLX_SUMS, SCORERS
+from velox_fn.scorers import METAL_SUMS, MLX_SUMS, SCORERS, head_by_head
 from velox_fn.select import Scores
 from velox_fn.static import Params, Score, static_eviction
 from velox_fn.widening import widened
@@ -155,7 +155,7 @@ def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
     directions = list(dict.fromkeys(name for term in names for name in SCORERS[term].takes))
     seen_by = {part: [t for t, name in enumerate(names) if part in SCORERS[name].reads] for part in ("keys", "values")}
 
-    def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+    def fused_scores(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
         exact = widened(keys)  # once for all terms
         scores = []
         for name in names:
@@ -165,14 +165,19 @@ def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
         fused = _combined(combine, [_in_units(*term) for term in zip(scores, moments[::2], moments[1::2], strict=True)])
         for t in {terms[0] for terms in seen_by.values() if terms}:
             fused = fused + 0 * scores[t]  # or NaN where a row is not finite, also where this term is left out
-        unseen = tuple(rows for part, rows in (("keys", keys), ("values", values)) if not seen_by[part])
-        return Scores(fused, unseen)
+        return fused
 
     def _in_units(scores: mx.array, centre: mx.array, spread: mx.array) -> mx.array:
         # A quotient, and no product: a sum of products might be contracted into a fused multiply-add, and the bits of a
         # compiled step would differ from those of a block.
         on = spread > 0
         return mx.where(on, (scores - centre) / mx.where(on, spread, 1.0), _OFF[combine])
+
+    def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+        unseen = tuple(rows for part, rows in (("keys", keys), ("values", values)) if not seen_by[part])
+        if metal:
+            return Scores(fused_scores(keys, values, positions, params), unseen)
+        return Scores(head_by_head(fused_scores, keys, values, positions, params), unseen)
 
     return score
 

@@ -14,6 +14,10 @@ from metal_src import qfilters_score
 from velox_fn.widening import widened
 
 _LEAST_NORM = 1e-30
+_LARGE = 2**16  # numbers of one head's keys in a block, from which heads are scored one by one
+
+RowScore = Callable[[mx.array, mx.array, mx.array, tuple[mx.array, ...]], mx.array]
+"""(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], arrays [B,H,...]) -> float32 [B,H,S]"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,25 @@ def metal_projection(rows: mx.array, values: mx.array, directions: mx.array, pos
     at_row = mx.broadcast_to(positions, rows.shape[:3])
     offset = mx.zeros(rows.shape[:1], mx.int32)
     return qfilters_score(rows, values, directions, at_row, offset, n_sink=0, recent=0, sign=1)
+
+
+def head_by_head(
+    score: RowScore, keys: mx.array, values: mx.array, positions: mx.array, taken: tuple[mx.array, ...]
+) -> mx.array:
+    """What `score` gives, head by head where the block is large: the same bits.
+
+    A score of several sums has several float32 copies of the block at a time. Of one head they are small, and stay in
+    memory that the process has, where those of all heads would be new pages in every call.
+    """
+    batch, n_heads, n_tokens, head_dim = keys.shape
+    if n_tokens * head_dim < _LARGE:
+        return score(keys, values, positions, taken)
+    sequences = []
+    for b in (slice(b, b + 1) for b in range(batch)):
+        heads = [(b, slice(h, h + 1)) for h in range(n_heads)]
+        scores = [score(keys[one], values[one], positions[b], tuple(array[one] for array in taken)) for one in heads]
+        sequences.append(mx.concatenate(scores, axis=1))
+    return mx.concatenate(sequences)
 
 
 def unit_keys(keys: mx.array) -> mx.array:

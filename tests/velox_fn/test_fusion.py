@@ -6,8 +6,9 @@ import pytest
 from arm_oracle import kept_after, tokens
 from oracles import best_positions
 
-from velox_fn import SCORERS, fusion, keydiff, kv, l2norm, qfilters
+from velox_fn import SCORERS, fusion, keydiff, kv, l2norm, qfilters, scorers
 from velox_fn.scorers import MLX_SUMS
+from velox_fn.store import used_rows
 
 RNG = np.random.default_rng(11)
 FILTERS, MEAN_KEYS = RNG.standard_normal((2, 2, 8)).astype(np.float32)
@@ -243,3 +244,25 @@ def test_without_its_arrays_a_state_cannot_begin(missing):
 def test_terms_are_named_alike_as_a_string_and_as_a_tuple():
     one, other = fused(terms="key_norm+recency"), fused(terms=("key_norm", "recency"))
     assert one.settings == other.settings
+
+
+@pytest.mark.parametrize("combine", ["max", "sum"])
+def test_a_large_block_scores_the_same_bits_head_by_head(combine, monkeypatch):
+    keys, values = (mx.random.normal((3, 2, 1100, 64), key=mx.random.key(i)) for i in range(2))
+    directions = {
+        name: mx.random.normal((2, 64), key=mx.random.key(2 + i)) for i, name in enumerate(("filters", "mean_keys"))
+    }
+    method = fused(budget=2000, combine=combine, means=mx.array(MEANS), deviations=mx.array(DEVIATIONS), **directions)
+    calls = []
+    whole = scorers.minus_cosine
+    monkeypatch.setattr(scorers, "minus_cosine", lambda keys, *rest: calls.append(keys.shape) or whole(keys, *rest))
+
+    def ranks():
+        state, _ = method.update(method.init(3, 2, 64), keys, values)
+        return np.array(used_rows(state.store).ranks)
+
+    apart = ranks()
+    assert calls == [(1, 1, 1100, 64)] * 6
+    monkeypatch.setattr(scorers, "_LARGE", 2**40)
+    np.testing.assert_array_equal(ranks(), apart)
+    assert calls[6:] == [(3, 2, 1100, 64)]
