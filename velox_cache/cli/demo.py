@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"Long prompt: {len(demo_prompt(tokenizer, workload)):,} tokens of {SOURCE}, the fact after the first tenth; "
         f"{workload.n_answer} tokens decoded greedily. Perplexity and next token: {workload.n_scored} held-out tokens, "
         f"one by one, after {workload.n_context:,} others. Each method always keeps the first 4 rows and the latest "
-        f"three quarters. Caches ran one after another, so tok/s moves with the machine's load. "
+        f"three quarters, or as many as its row says. Caches ran one after another, so tok/s moves with the machine. "
         f"Total {time.perf_counter() - began:.0f} s."
     )
     return 0
