@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from velox_cache.folders import check_folder_of
 from velox_cache.fusion_choice import FusionChoice
 from velox_cache.layer_statistics import LayerStatistics
 
@@ -84,8 +85,7 @@ def save_qfilters(calibration: QFiltersCalibration, path: str | os.PathLike[str]
     Raises FileNotFoundError when the folder does not exist.
     """
     target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"the folder {target.parent} for {target.name} does not exist; make it first")
+    check_folder_of(target)
     stored = {_layer_key(i): np.array(f) for i, f in enumerate(calibration.filters) if f is not None}
     for index, layer in enumerate(calibration.statistics):
         stored |= {f"{name}_{index:04d}": np.array(array) for name, array in layer.arrays().items()} if layer else {}

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +26,7 @@ from velox_cache.evaluation.fidelity import token_fidelity
 from velox_cache.evaluation.shared_prefill import SharedPrefill, shared_prefill
 from velox_cache.evaluation.side_by_side import side_by_side
 from velox_cache.evaluation.texts import passages, text_digest
+from velox_cache.folders import check_folder_of
 from velox_cache.fusion_candidate import Candidate, changed, equal_weights, moved
 from velox_cache.fusion_choice import RECENT_SHARE, FusionChoice, without_weights
 from velox_cache.qfilters_artifact import QFiltersCalibration
@@ -144,8 +144,8 @@ def search_weights(
         "seed": seed,
         "sizes": json.loads(json.dumps(vars(sizes))),
     }
-    if state_file is not None and not Path(state_file).parent.is_dir():
-        raise FileNotFoundError(f"the folder for {state_file} does not exist; make it first")
+    if state_file is not None:
+        check_folder_of(state_file)
     state = begun(state_file, identity, equal)
     if state.equal_loss is None:
         state.equal_loss = state.best_loss = loss(equal, prompts)

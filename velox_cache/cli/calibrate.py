@@ -20,6 +20,7 @@ from velox_cache.cli.model_argument import (
     model_id,
 )
 from velox_cache.cli.stdin import text_from_stdin
+from velox_cache.folders import check_folder_of
 from velox_cache.ranks import launched_rank
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate, save, describe."""
     output = Path(arguments.output).expanduser()
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"the folder {output.parent} for {output.name} does not exist; make it first")
+    check_folder_of(output)
 
     if arguments.search_weights is not None and launched_rank() is not None:
         raise ValueError("--search-weights runs in one process; calibrate under mlx.launch, then search without it")
