@@ -5,7 +5,7 @@ import pytest
 from mlx_lm.models import llama
 
 from velox_cache import calibrate, install
-from velox_cache.layer_arguments import NEED_CALIBRATION, takes_calibration
+from velox_cache.installation.layer_arguments import NEED_CALIBRATION, takes_calibration
 from velox_fn import METHODS, kept_positions
 
 BUDGET, PROMPT = 512, 1272

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CORE = sorted((ROOT / "velox_fn").glob("*.py"))
+CORE = sorted((ROOT / "velox_fn").rglob("*.py"))
 SHELL = sorted((ROOT / "velox_cache").rglob("*.py"))
 KERNELS = sorted((ROOT / "metal_src").glob("*.py"))
 
@@ -56,7 +56,7 @@ def test_the_kernel_launcher_imports_neither_core_nor_shell(path):
 
 @pytest.mark.parametrize("path", CORE + SHELL + KERNELS, ids=by_name)
 def test_chex_is_imported_by_the_records_alone(path):
-    assert ("chex" in imports(path)) == (path == ROOT / "velox_fn" / "records.py")
+    assert ("chex" in imports(path)) == (path == ROOT / "velox_fn" / "engine" / "records.py")
 
 
 @pytest.mark.parametrize("path", CORE + SHELL + KERNELS, ids=by_name)

@@ -1,18 +1,18 @@
 """The public names of velox_cache: what type checkers read, and what `__init__.py` imports on first use."""
 
-from .adapter import EvictingKVCache, MissingQueriesError
-from .builder import KVCacheBuilder
-from .calibration import calibrate, collect_query_activations, sign_agreement
-from .config import KVCacheConfig
-from .core import average_gqa_filters, compute_qfilters
-from .curdkv_cache import CurDKVKVCache
-from .install import InstallReport, install, uninstall
-from .plan import LayerPlan, plan_layers
-from .prompt_cache import load_prompt_cache, register_with_mlx_lm, save_prompt_cache
-from .qfilters_artifact import QFiltersCalibration, import_published_filters, load_qfilters, save_qfilters
-from .qfilters_cache import QFiltersKVCache
-from .query_tap import observe_queries
-from .weight_search import SearchOutcome, search_weights
+from .caches.evicting import EvictingKVCache, MissingQueriesError
+from .caches.prompt_file import load_prompt_cache, register_with_mlx_lm, save_prompt_cache
+from .calibration import average_gqa_filters, compute_qfilters
+from .calibration.artifact import QFiltersCalibration, import_published_filters, load_qfilters, save_qfilters
+from .calibration.calibrating import calibrate, collect_query_activations, sign_agreement
+from .compat.builder import KVCacheBuilder
+from .compat.config import KVCacheConfig
+from .compat.curdkv_cache import CurDKVKVCache
+from .compat.qfilters_cache import QFiltersKVCache
+from .installation.installing import InstallReport, install, uninstall
+from .introspection.plan import LayerPlan, plan_layers
+from .introspection.query_tap import observe_queries
+from .learning.weight_search import SearchOutcome, search_weights
 
 __all__ = [
     "CurDKVKVCache",

@@ -3,19 +3,19 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from velox_fn.cur import cur
-from velox_fn.curdkv import curdkv
-from velox_fn.eviction import Eviction
-from velox_fn.expected_attention import expected_attention
-from velox_fn.fusion import fusion
-from velox_fn.h2o import h2o
-from velox_fn.keydiff import keydiff
-from velox_fn.l2norm import l2norm
-from velox_fn.qfilters import qfilters
-from velox_fn.random_eviction import random_eviction
-from velox_fn.snapkv import snapkv
-from velox_fn.streaming_llm import streaming_llm
-from velox_fn.tova import tova
+from velox_fn.engine.eviction import Eviction
+from velox_fn.methods.cur import cur
+from velox_fn.methods.curdkv import curdkv
+from velox_fn.methods.expected_attention import expected_attention
+from velox_fn.methods.fusion import fusion
+from velox_fn.methods.h2o import h2o
+from velox_fn.methods.keydiff import keydiff
+from velox_fn.methods.l2norm import l2norm
+from velox_fn.methods.qfilters import qfilters
+from velox_fn.methods.random_eviction import random_eviction
+from velox_fn.methods.snapkv import snapkv
+from velox_fn.methods.streaming_llm import streaming_llm
+from velox_fn.methods.tova import tova
 
 METHODS: Mapping[str, Callable[..., Eviction]] = MappingProxyType(
     {

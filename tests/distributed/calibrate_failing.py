@@ -5,8 +5,9 @@ import signal
 
 from small_models import CharacterTokenizer, arguments, small_model
 
-from velox_cache import calibrate, calibration
-from velox_cache.distributed import world
+from velox_cache import calibrate
+from velox_cache.calibration import calibrating as calibration
+from velox_cache.distributed.collectives import world
 
 rank, how = arguments()
 

@@ -3,7 +3,7 @@
 from small_models import CharacterTokenizer, arguments, small_model
 
 from velox_cache import calibrate, save_qfilters, sign_agreement
-from velox_cache.distributed import world
+from velox_cache.distributed.collectives import world
 
 TEXTS = [f"text {n}: " + "some words of it, " * (4 + 3 * n) for n in range(4)]
 

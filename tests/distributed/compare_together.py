@@ -11,10 +11,10 @@ from pathlib import Path
 
 from small_models import arguments
 
-from velox_cache.distributed import world
-from velox_cache.evaluation.arms import FULL, Arm
+from velox_cache.distributed.collectives import world
 from velox_cache.evaluation.cells import Cells
 from velox_cache.evaluation.compare import Contender, Measurement, compare
+from velox_cache.harness.arms import FULL, Arm
 
 rank, folder, folders, n_subjects, *victims = arguments()
 ran = Path(folder) / f"ran_{rank}"

@@ -108,7 +108,7 @@ def test_every_rank_tells_its_own_error_in_one_line(folder):
 def test_a_process_by_itself_makes_no_group(monkeypatch):
     import mlx.core as mx
 
-    from velox_cache import distributed
+    from velox_cache.distributed import collectives as distributed
 
     for name in ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         monkeypatch.delenv(name, raising=False)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import each_rank
 
-from velox_cache.distributed import own_share, shared_out
+from velox_cache.distributed.collectives import own_share, shared_out
 
 N_RANKS = 2
 SUBJECTS = [f"subject-{n}" for n in range(5)]

@@ -6,8 +6,8 @@ import pytest
 from calibrated import needed_arrays
 from small_models import some_filters
 
-from velox_cache.layer_arguments import POOLS_HEADS, layer_arguments
-from velox_cache.model_shard import ModelShard
+from velox_cache.installation.layer_arguments import POOLS_HEADS, layer_arguments
+from velox_cache.introspection.shard import ModelShard
 from velox_fn import kept_positions
 from velox_fn.registry import METHODS, method_factory
 

@@ -9,7 +9,7 @@ from cases import BUDGET, STATIC, bits, block, fed
 
 from velox_cache import EvictingKVCache
 from velox_fn import arrays, kept_positions, kv
-from velox_fn.store import used_rows
+from velox_fn.engine.store import used_rows
 
 ROWS = BUDGET - 2
 PUTTING_OFF = [case for case in STATIC if not case.warm_up]

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from metal_src import Cut, evict_apply, qfilters_score, threshold_and_quota
-from velox_fn.select import pack_ranks, survivors
+from velox_fn.engine.select import pack_ranks, survivors
 
 from . import oracles
 from .capture import CapturedKernel, capture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from metal_src import Cut, evict_apply, qfilters_score
-from velox_cache.kernel_parity import compare_kernels
+from velox_cache.doctor.kernel_parity import compare_kernels
 from velox_fn import fused_evict, fusion, kept_positions, kv, qfilters
 
 from .capture import capture
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.usefixtures("cxx", "emulated_metal")
 @pytest.fixture
 def emulated_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metal as far as the core can tell: launches run in the emulator."""
-    monkeypatch.setattr(import_module("velox_fn.fused_evict"), "metal_available", lambda: True)
-    monkeypatch.setattr(import_module("velox_fn.fused_evict"), "kernel_failure", lambda: None)
-    monkeypatch.setattr(import_module("velox_fn.fused_evict"), "evict_apply", emulated_evict_apply)
-    monkeypatch.setattr(import_module("velox_fn.scorers"), "qfilters_score", emulated_qfilters_score)
-    monkeypatch.setattr(import_module("velox_cache.kernel_parity"), "qfilters_score", emulated_qfilters_score)
+    monkeypatch.setattr(import_module("velox_fn.engine.fused_evict"), "metal_available", lambda: True)
+    monkeypatch.setattr(import_module("velox_fn.engine.fused_evict"), "kernel_failure", lambda: None)
+    monkeypatch.setattr(import_module("velox_fn.engine.fused_evict"), "evict_apply", emulated_evict_apply)
+    monkeypatch.setattr(import_module("velox_fn.engine.scorers"), "qfilters_score", emulated_qfilters_score)
+    monkeypatch.setattr(import_module("velox_cache.doctor.kernel_parity"), "qfilters_score", emulated_qfilters_score)
 
 
 def emulated_evict_apply(
@@ -153,5 +153,5 @@ def test_the_doctor_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     def wrong(*arrays: mx.array, n_sink: int, recent: int, sign: int) -> mx.array:
         return emulated_qfilters_score(*arrays, n_sink=n_sink, recent=recent, sign=-sign)
 
-    monkeypatch.setattr(import_module("velox_cache.kernel_parity"), "qfilters_score", wrong)
+    monkeypatch.setattr(import_module("velox_cache.doctor.kernel_parity"), "qfilters_score", wrong)
     assert all(parity.differing > 0 for parity in compare_kernels([(2, 3, 70, 33, 80)]) if "score" in parity.kernel)

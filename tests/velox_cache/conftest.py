@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from velox_cache.query_tap import ATTENTION
+from velox_cache.introspection.query_tap import ATTENTION
 
 SIZES = {
     "vocab_size": 97,

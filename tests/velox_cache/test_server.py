@@ -20,7 +20,7 @@ from mlx_lm.generate import generate_step
 from tiny_folder import write_tiny_folder
 
 import velox_cache as vc
-from velox_cache.embedded_text import held_out_text
+from velox_cache.calibration.texts import held_out_text
 from velox_cache.models import default_cache_dir
 from velox_cache.serve import PromptPrefixes
 

@@ -1,4 +1,4 @@
-"""The part of chex that velox_fn/records.py uses; chex ships no type information."""
+"""The part of chex that velox_fn/engine/records.py uses; chex ships no type information."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from velox_cache.adapter import EvictingKVCache
+from velox_cache.caches.evicting import EvictingKVCache
 from velox_fn import METHODS, Eviction
-from velox_fn.fusion import TERMS, term_names
+from velox_fn.methods.fusion import TERMS, term_names
 from velox_fn.registry import method_factory
 
 N_SINK = 4

@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from velox_cache.bench.end_to_end import PROMPT, bench_prompt, cache_makers
 from velox_cache.bench.rounds import Call, Comparison, compare
-from velox_cache.install import uninstall
-from velox_cache.query_tap import observe_queries
+from velox_cache.installation.installing import uninstall
+from velox_cache.introspection.query_tap import observe_queries
 
 TOKENS = 8  # of a turn
 

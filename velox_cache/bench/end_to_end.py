@@ -12,12 +12,12 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from velox_cache.adapter import EvictingKVCache
 from velox_cache.bench.arms import N_SINK
-from velox_cache.embedded_text import filler_text
-from velox_cache.install import install, uninstall
-from velox_cache.layer_arguments import NEED_CALIBRATION, calibration_for
-from velox_cache.query_tap import observe_queries
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.calibration.texts import filler_text
+from velox_cache.installation.installing import install, uninstall
+from velox_cache.installation.layer_arguments import NEED_CALIBRATION, calibration_for
+from velox_cache.introspection.query_tap import observe_queries
 from velox_fn.registry import METHODS
 
 PROMPT, ANSWER = 1024, 128  # tokens

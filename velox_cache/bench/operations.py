@@ -9,15 +9,16 @@ from pathlib import Path
 import mlx.core as mx
 
 from metal_src import metal_available
-from velox_cache.adapter import EvictingKVCache
 from velox_cache.bench.arms import Cache, Shape, caches, decode_step, method, peer_curdkv_step, plain_cache
 from velox_cache.bench.rounds import Call, Comparison, compare
-from velox_cache.prompt_cache import load_prompt_cache, save_prompt_cache
-from velox_fn import METHODS, fused_evict, leverage_scores, query_gram_init, query_gram_update, select
-from velox_fn.attention import attention_mass, observe_rows
-from velox_fn.records import arrays
-from velox_fn.rows import rows_at
-from velox_fn.widening import widened
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.caches.prompt_file import load_prompt_cache, save_prompt_cache
+from velox_fn import METHODS, fused_evict, leverage_scores, query_gram_init, query_gram_update
+from velox_fn.engine import select
+from velox_fn.engine.attention import attention_mass, observe_rows
+from velox_fn.engine.records import arrays
+from velox_fn.engine.rows import rows_at
+from velox_fn.engine.widening import widened
 
 PREFILL = 2048  # tokens of a prefill block
 QUERIES_PER_HEAD = 1024  # of a calibration update

@@ -88,8 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.quick:
             add(import_costs(rounds=5))
     if arguments.model is not None:
+        from velox_cache.calibration.artifact import load_qfilters
         from velox_cache.cli.model_argument import load_model
-        from velox_cache.qfilters_artifact import load_qfilters
 
         model, tokenizer = load_model(arguments.model)
         filters = None if arguments.filters is None else load_qfilters(arguments.filters)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from velox_cache.calibration.folders import check_folder_of
 from velox_cache.cli.model_argument import (
     add_model_argument,
     add_model_id_argument,
@@ -20,14 +21,13 @@ from velox_cache.cli.model_argument import (
     model_id,
 )
 from velox_cache.cli.stdin import text_from_stdin
-from velox_cache.folders import check_folder_of
-from velox_cache.ranks import launched_rank
+from velox_cache.distributed.launcher import launched_rank
 
 if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from velox_cache.qfilters_artifact import QFiltersCalibration
+    from velox_cache.calibration.artifact import QFiltersCalibration
 
 EXAMPLES = """examples:
   velox calibrate smollm2-135m -o filters.npz
@@ -76,9 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--search-weights runs in one process; calibrate under mlx.launch, then search without it")
 
     from velox_cache import calibrate, save_qfilters
+    from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.cli.inspect import describe
-    from velox_cache.distributed import world
-    from velox_cache.embedded_text import SOURCE, calibration_texts
+    from velox_cache.distributed.collectives import world
 
     texts = [_read(name) for name in arguments.text] if arguments.text else calibration_texts()
     model, tokenizer = load_model(arguments.model, arguments.shard)
@@ -112,7 +112,7 @@ def _searched(
     """The calibration with what a search found, saved; how the search went is printed, and stays beside the output."""
     from velox_cache import save_qfilters
     from velox_cache.cli.progress import search_progress
-    from velox_cache.weight_search import search_weights
+    from velox_cache.learning.weight_search import search_weights
 
     state_file = output.with_name(f"{output.name}.search.json")
     with search_progress(arguments.search_weights) as advance:

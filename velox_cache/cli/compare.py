@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from velox_cache.cli.model_argument import add_model_argument, load_model, model_id
-from velox_cache.ranks import launched_rank
+from velox_cache.distributed.launcher import launched_rank
 
 if TYPE_CHECKING:
-    from velox_cache.evaluation.arms import Arm
+    from velox_cache.harness.arms import Arm
 
 DEFAULT_METHODS = "fusion,qfilters,qfilters:calibrated=false,streaming_llm,l2norm,keydiff,h2o,snapkv,random"
 EXAMPLES = """examples:
@@ -65,13 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from velox_cache.cli.progress import progress_bar
-    from velox_cache.distributed import world
+    from velox_cache.distributed.collectives import world
     from velox_cache.evaluation import measurements, report
-    from velox_cache.evaluation.arms import FULL, cache_maker
     from velox_cache.evaluation.cells import Cells
     from velox_cache.evaluation.compare import Contender, Row, compare
     from velox_cache.evaluation.markdown import to_markdown
     from velox_cache.evaluation.tasks import TASKS
+    from velox_cache.harness.arms import FULL, cache_maker
 
     budgets = [_count("--budgets", budget) for budget in _listed(arguments.budgets)]
     arms = _arms(_listed(arguments.methods), budgets)
@@ -146,8 +146,8 @@ def _calibration(
     import numpy as np
 
     from velox_cache import calibrate, load_qfilters, save_qfilters
-    from velox_cache.distributed import on_all_ranks
-    from velox_cache.embedded_text import SOURCE, calibration_texts
+    from velox_cache.calibration.texts import SOURCE, calibration_texts
+    from velox_cache.distributed.collectives import on_all_ranks
 
     own = folder / f"filters-{arguments.calibration_tokens}.npz"
     if not arguments.filters and not on_all_ranks(own.exists(), group):
@@ -172,7 +172,7 @@ def _calibration(
 
 
 def _arms(methods: tuple[str, ...], budgets: list[int]) -> "list[Arm]":
-    from velox_cache.evaluation.arms import parse_arm
+    from velox_cache.harness.arms import parse_arm
 
     return [parse_arm(method, budget) for method in methods for budget in budgets]
 

@@ -33,11 +33,18 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from velox_cache import calibrate, save_qfilters
+    from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.cli.model_argument import load_model, model_id
     from velox_cache.cli.progress import progress_bar
-    from velox_cache.demo import Workload, compare_arms, default_arms, demo_prompt, results_table, tokens_per_arm
-    from velox_cache.embedded_text import SOURCE, calibration_texts
     from velox_cache.evaluation import Arm
+    from velox_cache.evaluation.demo import (
+        Workload,
+        compare_arms,
+        default_arms,
+        demo_prompt,
+        results_table,
+        tokens_per_arm,
+    )
     from velox_cache.models import SOURCES, default_cache_dir, fetch_model
 
     console = Console()

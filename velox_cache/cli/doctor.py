@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report."""
     import json
 
-    from velox_cache.doctor import as_json, as_text, doctor
+    from velox_cache.doctor.report import as_json, as_text, doctor
 
     findings = doctor()
     print(json.dumps(as_json(findings), indent=2) if arguments.json else as_text(findings))

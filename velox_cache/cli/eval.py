@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from velox_cache.cli.eval_synthetic import SYNTHETIC, Records, Result
 from velox_cache.cli.method_arguments import METHOD_EXAMPLES, add_method_arguments, install_method, method_settings
 from velox_cache.cli.model_argument import add_model_argument, load_model
-from velox_cache.ranks import launched_rank
+from velox_cache.distributed.launcher import launched_rank
 
 if TYPE_CHECKING:
-    from velox_cache.evaluation.arm_readings import ArmReading
-    from velox_cache.evaluation.arms import Arm
+    from velox_cache.harness.arm_readings import ArmReading
+    from velox_cache.harness.arms import Arm
 
 
 EXAMPLES = f"""examples:
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _anisotropy(arguments: argparse.Namespace) -> Result:
-    from velox_cache.embedded_text import calibration_texts
+    from velox_cache.calibration.texts import calibration_texts
     from velox_cache.evaluation.anisotropy import anisotropy
 
     model, tokenizer = load_model(arguments.model)
@@ -91,7 +91,7 @@ def _anisotropy(arguments: argparse.Namespace) -> Result:
 def _attention(arguments: argparse.Namespace) -> Result:
     from velox_cache import load_qfilters
     from velox_cache.evaluation.attention import default_scorers, score_attention
-    from velox_cache.evaluation.texts import text_named
+    from velox_cache.harness.texts import text_named
 
     model, tokenizer = load_model(arguments.model)
     scorers = default_scorers(load_qfilters(arguments.filters))
@@ -118,8 +118,8 @@ def _recency(arguments: argparse.Namespace) -> Result:
 
 def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:
     from velox_cache import load_qfilters
-    from velox_cache.evaluation.arm_readings import read_arms
-    from velox_cache.evaluation.arms import FULL, cache_maker
+    from velox_cache.harness.arm_readings import read_arms
+    from velox_cache.harness.arms import FULL, cache_maker
 
     model, tokenizer = load_model(arguments.model)
     calibration = load_qfilters(arguments.filters) if arguments.filters else None
@@ -179,7 +179,7 @@ def _memory(arguments: argparse.Namespace) -> Result:
     from mlx_lm.models.cache import make_prompt_cache
 
     from velox_cache import uninstall
-    from velox_cache.evaluation.memory import memory_use
+    from velox_cache.harness.memory import memory_use
 
     model, tokenizer = load_model(arguments.model)
     tokens = _tokens(arguments, tokenizer, arguments.context)
@@ -206,13 +206,13 @@ def _synthetic(arguments: argparse.Namespace) -> Result:
 
 
 def _arm(arguments: argparse.Namespace) -> "Arm":
-    from velox_cache.evaluation.arms import Arm
+    from velox_cache.harness.arms import Arm
 
     return Arm(arguments.method, arguments.method, method_settings(arguments), calibrated=bool(arguments.filters))
 
 
 def _tokens(arguments: argparse.Namespace, tokenizer: Any, n_tokens: int) -> list[int]:
-    from velox_cache.evaluation.texts import passages, text_named
+    from velox_cache.harness.texts import passages, text_named
 
     return passages(list(tokenizer.encode(text_named(arguments.text))), n_tokens, 1)[0]
 

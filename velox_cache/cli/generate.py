@@ -21,7 +21,7 @@ from velox_cache.cli.stdin import text_from_stdin
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from velox_cache.evaluation.memory import CacheUsage
+    from velox_cache.harness.memory import CacheUsage
 
 EXAMPLES = f"""examples:
   velox generate smollm2-135m --filters filters.npz --budget 512 --prompt "Why is the sky blue?"
@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     from mlx_lm.sample_utils import make_sampler
 
     from velox_cache.cli.progress import prefill_progress
-    from velox_cache.distributed import agreed_seed, end_together, world
-    from velox_cache.evaluation.memory import cache_usage
+    from velox_cache.distributed.collectives import agreed_seed, end_together, world
+    from velox_cache.harness.memory import cache_usage
 
     model, tokenizer = load_model(arguments.model, arguments.shard)
     group = world()

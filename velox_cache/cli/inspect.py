@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from velox_cache.qfilters_artifact import QFiltersCalibration
+    from velox_cache.calibration.artifact import QFiltersCalibration
 
 EXAMPLES = """example:
   velox inspect filters.npz"""
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, check and describe."""
-    from velox_cache.qfilters_artifact import load_qfilters
+    from velox_cache.calibration.artifact import load_qfilters
 
     print(describe(load_qfilters(arguments.file)))
     return 0

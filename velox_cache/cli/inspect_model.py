@@ -20,8 +20,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from velox_cache.plan import asks_for_mask_arrays, plan_layers
-    from velox_cache.query_tap import QueryTap, model_type
+    from velox_cache.introspection.plan import asks_for_mask_arrays, plan_layers
+    from velox_cache.introspection.query_tap import QueryTap, model_type
 
     model, _ = mlx_lm.load(str(model_folder(arguments.model) or arguments.model), lazy=True)
     plan = plan_layers(model)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TextIO
 
-from velox_cache.ranks import launched_rank
+from velox_cache.distributed.launcher import launched_rank
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from velox_cache.install import InstallReport
+    from velox_cache.installation.installing import InstallReport
 
 FULL_CACHE = "full"
 

@@ -76,7 +76,7 @@ def load_model(model: str, shard: str | None = None) -> "tuple[nn.Module, Tokeni
 
     Raises as `model_folder` does, and ValueError when the hub cannot give it or it cannot be sharded that way.
     """
-    from velox_cache.distributed import world
+    from velox_cache.distributed.collectives import world
 
     group = None if shard is None else world()
     # It warns of texts longer than the model's context; ours go in in pieces.

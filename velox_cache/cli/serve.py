@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    from velox_cache.install import install
+    from velox_cache.installation.installing import install
     from velox_cache.serve import serve
 
     folder = model_folder(arguments.model)

@@ -2,7 +2,7 @@
 
 import sys
 
-from velox_cache.ranks import refuse_stdin
+from velox_cache.distributed.launcher import refuse_stdin
 
 
 def text_from_stdin(option: str) -> str:

@@ -2,22 +2,22 @@
 
 from velox_cache.evaluation.anisotropy import Anisotropy, anisotropy
 from velox_cache.evaluation.answer import Answer, greedy_answer
-from velox_cache.evaluation.arm_readings import ArmReading, gap_closed, read_arms
-from velox_cache.evaluation.arms import FULL, Arm, cache_maker, parse_arm
 from velox_cache.evaluation.attention import ScorerCorrelation, default_scorers, score_attention
 from velox_cache.evaluation.cells import Cells
 from velox_cache.evaluation.compare import Contender, Measurement, Row, compare
-from velox_cache.evaluation.fidelity import Fidelity, fidelity
-from velox_cache.evaluation.memory import CacheUsage, MemoryUse, cache_usage, memory_use
-from velox_cache.evaluation.perplexity import perplexity
 from velox_cache.evaluation.planted_fact import PlantedFact, planted_fact_prompt
 from velox_cache.evaluation.prefill import ChunkedPrefill, prefill_in_chunks
-from velox_cache.evaluation.reading import Reading, read_passage
-from velox_cache.evaluation.shared_prefill import SharedPrefill, shared_prefill
-from velox_cache.evaluation.side_by_side import side_by_side
 from velox_cache.evaluation.synthetic_qfilters import synthetic_qfilters
 from velox_cache.evaluation.task_runs import TaskReply, check_equal_rows, evidence_kept, run_task, seeded_prompt
 from velox_cache.evaluation.tasks import TASKS, Task, TaskPrompt
+from velox_cache.harness.arm_readings import ArmReading, gap_closed, read_arms
+from velox_cache.harness.arms import FULL, Arm, cache_maker, parse_arm
+from velox_cache.harness.fidelity import Fidelity, fidelity
+from velox_cache.harness.memory import CacheUsage, MemoryUse, cache_usage, memory_use
+from velox_cache.harness.perplexity import perplexity
+from velox_cache.harness.reading import Reading, read_passage
+from velox_cache.harness.shared_prefill import SharedPrefill, shared_prefill
+from velox_cache.harness.side_by_side import side_by_side
 
 __all__ = [
     "FULL",

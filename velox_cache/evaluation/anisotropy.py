@@ -11,9 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from velox_cache.observed_prefill import observed_prefill
-from velox_fn.query_gram import QueryGram, query_gram_init, query_gram_update
-from velox_fn.records import arrays
+from velox_cache.introspection.observed_prefill import observed_prefill
+from velox_fn.directions.query_gram import QueryGram, query_gram_init, query_gram_update
+from velox_fn.engine.records import arrays
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from velox_cache.evaluation.memory import CacheUsage, cache_usage
-from velox_fn.checks import whole_number
+from velox_cache.harness.memory import CacheUsage, cache_usage
+from velox_fn.engine.checks import whole_number
 
 _UNTIMED = 4  # the first steps compile and warm up
 

@@ -9,12 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from velox_cache.attention_eval import Scorer, attention_correlation
-from velox_cache.calibration import Tokenizer
-from velox_cache.observed_prefill import cache_layout
-from velox_cache.qfilters_artifact import QFiltersCalibration
-from velox_fn.key_svd import estimate_filter_dir
-from velox_fn.scorers import unit_keys
+from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.calibrating import Tokenizer
+from velox_cache.evaluation.predicted_attention import Scorer, attention_correlation
+from velox_cache.introspection.observed_prefill import cache_layout
+from velox_fn.directions.key_svd import estimate_filter_dir
+from velox_fn.engine.scorers import unit_keys
 
 FALLBACK_KEYS = 128
 

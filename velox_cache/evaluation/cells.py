@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from velox_cache.distributed import Group, texts_of_all
+from velox_cache.distributed.collectives import Group, texts_of_all
 
 
 class Cells:

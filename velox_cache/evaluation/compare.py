@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from velox_cache.distributed import Group, failing_together, own_share
-from velox_cache.evaluation.arms import Arm, MakeCache
+from velox_cache.distributed.collectives import Group, failing_together, own_share
 from velox_cache.evaluation.cells import Cells
-from velox_cache.install import InstalledCaches
+from velox_cache.harness.arms import Arm, MakeCache
+from velox_cache.installation.installing import InstalledCaches
 
 Advance = Callable[[int], object]
 """Called with the tokens done."""

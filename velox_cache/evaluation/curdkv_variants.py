@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.nn as nn
 
-from velox_cache.evaluation.arm_readings import ArmReading, read_arms
-from velox_cache.evaluation.arms import FULL, Arm, MakeCache, cache_maker
-from velox_cache.install import install, uninstall
-from velox_cache.qfilters_artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.harness.arm_readings import ArmReading, read_arms
+from velox_cache.harness.arms import FULL, Arm, MakeCache, cache_maker
+from velox_cache.installation.installing import install, uninstall
 
 
 def curdkv_variants(

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from velox_cache.evaluation.arm_readings import gap_closed
 from velox_cache.evaluation.compare import Row
 from velox_cache.evaluation.paired import paired_difference
 from velox_cache.evaluation.report import mean_perplexity, spread, task_verdicts, values_of
+from velox_cache.harness.arm_readings import gap_closed
 
 
 def to_markdown(rows: Sequence[Row], full: str, named: str | None = None) -> str:

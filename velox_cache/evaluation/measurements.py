@@ -9,21 +9,21 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from velox_cache.adapter import EvictingKVCache
-from velox_cache.embedded_text import calibration_texts, filler_text
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.texts import calibration_texts, filler_text
 from velox_cache.evaluation.anisotropy import anisotropy
-from velox_cache.evaluation.arm_readings import read_arms
-from velox_cache.evaluation.arms import Arm
 from velox_cache.evaluation.attention import default_scorers, score_attention
 from velox_cache.evaluation.compare import Advance, Contender, Measurement
-from velox_cache.evaluation.memory import CacheUsage
-from velox_cache.evaluation.shared_prefill import shared_prefill
 from velox_cache.evaluation.task_runs import run_task, seeded_prompt
 from velox_cache.evaluation.tasks import TASKS
-from velox_cache.evaluation.texts import passages, text_digest, text_named
-from velox_cache.qfilters_artifact import QFiltersCalibration
-from velox_cache.query_tap import flat_caches
-from velox_fn.eviction import kept_positions
+from velox_cache.harness.arm_readings import read_arms
+from velox_cache.harness.arms import Arm
+from velox_cache.harness.memory import CacheUsage
+from velox_cache.harness.shared_prefill import shared_prefill
+from velox_cache.harness.texts import passages, text_digest, text_named
+from velox_cache.introspection.query_tap import flat_caches
+from velox_fn.engine.eviction import kept_positions
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from velox_fn.eviction import Eviction, kept_positions
-from velox_fn.records import arrays
+from velox_fn.engine.eviction import Eviction, kept_positions
+from velox_fn.engine.records import arrays
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from velox_fn import curdkv, h2o, kept_positions
-from velox_fn.eviction import Eviction
+from velox_fn.engine.eviction import Eviction
 
 GEOMETRIES = ("planted_value_divergence", "correlated")
 HEAD_DIM, N_SINK = 16, 2

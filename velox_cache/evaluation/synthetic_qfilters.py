@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from velox_fn import h2o, kv, l2norm, qfilters, random_eviction
-from velox_fn.eviction import Eviction
-from velox_fn.key_svd import estimate_filter_dir
+from velox_fn.directions.key_svd import estimate_filter_dir
+from velox_fn.engine.eviction import Eviction
 
 GEOMETRIES = ("paper_like", "isotropic")
 HEADS, HEAD_DIM, PROBES, CALIB_TOKENS = 4, 64, 32, 128

@@ -10,14 +10,14 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from velox_cache.adapter import EvictingKVCache
-from velox_cache.evaluation.arms import Arm, MakeCache
-from velox_cache.evaluation.memory import CacheUsage, cache_usage
-from velox_cache.evaluation.shared_prefill import shared_prefill
-from velox_cache.evaluation.side_by_side import side_by_side
+from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.evaluation.tasks.task import Task, TaskPrompt, make_prompt, score_reply
-from velox_cache.query_tap import flat_caches
-from velox_fn.eviction import kept_positions
+from velox_cache.harness.arms import Arm, MakeCache
+from velox_cache.harness.memory import CacheUsage, cache_usage
+from velox_cache.harness.shared_prefill import shared_prefill
+from velox_cache.harness.side_by_side import side_by_side
+from velox_cache.introspection.query_tap import flat_caches
+from velox_fn.engine.eviction import kept_positions
 
 DISCRIMINATIVE_MARGIN = 0.3
 """How far above the guessing score the full cache must be for a task to compare caches."""

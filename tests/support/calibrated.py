@@ -1,0 +1,53 @@
+"""Random calibrations for the methods that can do nothing without one."""
+
+import mlx.core as mx
+
+from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.statistics import LayerStatistics
+from velox_cache.installation.layer_arguments import NEED_CALIBRATION
+from velox_fn import SCORERS
+from velox_fn.methods.fusion import TERMS, term_names
+from velox_fn.registry import method_factory
+
+
+def random_calibration(n_layers=2, n_heads=2, head_dim=8):
+    """A calibration of every kind of array, none of it measured."""
+
+    def normal(layer, i, *shape):
+        return mx.random.normal((n_heads, *shape), key=mx.random.key(10 * layer + i))
+
+    n_terms = len(SCORERS)
+    return QFiltersCalibration(
+        [normal(layer, 0, head_dim) for layer in range(n_layers)],
+        statistics=[
+            LayerStatistics(
+                mean_keys=normal(layer, 1, head_dim),
+                query_mean=normal(layer, 2, head_dim),
+                query_cov=mx.broadcast_to(mx.eye(head_dim), (n_heads, head_dim, head_dim)),
+                term_means=normal(layer, 3, n_terms),
+                term_deviations=1 + mx.abs(normal(layer, 4, n_terms)),
+            )
+            for layer in range(n_layers)
+        ],
+        terms=tuple(SCORERS),
+    )
+
+
+def needed_calibration(method, n_layers=2, n_heads=2, head_dim=8):
+    """What `install` must be given as filters: None for methods that work without."""
+    return random_calibration(n_layers, n_heads, head_dim) if method_factory(method) in NEED_CALIBRATION else None
+
+
+def needed_arrays(method, n_heads=2, head_dim=8):
+    """What the factory must be given, by argument name."""
+    if method_factory(method) not in NEED_CALIBRATION:
+        return {}
+    calibration = random_calibration(1, n_heads, head_dim)
+    [statistics] = calibration.statistics
+    columns = mx.array([calibration.terms.index(term) for term in term_names(TERMS)])
+    return {
+        "filters": calibration.filters[0],
+        "mean_keys": statistics.mean_keys,
+        "means": statistics.term_means[:, columns],
+        "deviations": statistics.term_deviations[:, columns],
+    }

@@ -1,0 +1,74 @@
+"""The doctor's report names what matters, says what it could not check, and fails when something is wrong."""
+
+import argparse
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from metal_src import metal_available
+from velox_cache.cli import doctor as command
+from velox_cache.doctor import report as doctor
+from velox_cache.doctor.kernel_parity import Parity
+
+RIGHT = Parity("qfilters_score", "1x1x1x1x1 float32", 0, 1)
+WRONG = Parity("qfilters_score", "1x1x1x1x1 float32", 1, 1)
+
+
+@pytest.fixture(scope="module")
+def findings() -> list[doctor.Finding]:
+    return doctor.doctor()
+
+
+def test_the_report_names_versions_machine_kernels_and_speed(findings: list[doctor.Finding]) -> None:
+    text = doctor.as_text(findings)
+    for wanted in ("velox-kv", "mlx-lm", "chip", "Metal kernels", "GFLOP/s", "decode step over budget"):
+        assert wanted in text
+
+
+@pytest.mark.skipif(metal_available(), reason="says something else where there is an Apple GPU")
+def test_without_metal_the_report_says_that_kernels_ran_only_emulated(findings: list[doctor.Finding]) -> None:
+    assert {finding.value for finding in findings if finding.name == "parity"} == {
+        "not run here; the tests run the kernels' source on the CPU"
+    }
+
+
+def parities(monkeypatch: pytest.MonkeyPatch, parity: Parity) -> None:
+    def compare_kernels() -> Iterator[Parity]:
+        yield parity
+
+    monkeypatch.setattr("metal_src.metal_available", lambda: True)
+    monkeypatch.setattr("velox_cache.doctor.kernel_parity.compare_kernels", compare_kernels)
+    monkeypatch.setattr(doctor, "_speed", list)
+
+
+@pytest.mark.parametrize(("parity", "status"), [(RIGHT, 0), (WRONG, 1)])
+def test_a_kernel_that_differs_fails_the_command(
+    parity: Parity, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parities(monkeypatch, parity)
+    assert command.run(argparse.Namespace(json=False)) == status
+    assert ("WRONG" in capsys.readouterr().out) == bool(status)
+
+
+def test_a_kernel_that_does_not_compile_is_reported_with_the_compilers_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compare_kernels() -> Iterator[Parity]:
+        yield RIGHT
+        raise RuntimeError("use of undeclared identifier 'TG'")
+
+    parities(monkeypatch, RIGHT)
+    monkeypatch.setattr("velox_cache.doctor.kernel_parity.compare_kernels", compare_kernels)
+    assert command.run(argparse.Namespace(json=False)) == 1
+    report = capsys.readouterr().out
+    assert "undeclared identifier 'TG'" in report
+    assert RIGHT.case in report
+
+
+def test_the_json_report_holds_the_same_findings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parities(monkeypatch, WRONG)
+    command.run(argparse.Namespace(json=True))
+    assert json.loads(capsys.readouterr().out) == doctor.as_json(doctor.doctor())

@@ -1,0 +1,353 @@
+"""The one adapter between a method of velox_fn and mlx_lm's cache protocol."""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn, Self
+
+import mlx.core as mx
+
+from velox_cache.caches.masks import causal_array, ragged_mask
+from velox_cache.caches.sequences import Sequences, extracted, merged, selected, trimmed
+from velox_cache.caches.state import pack_state, same_method, unpack_state
+from velox_fn.engine import batch, checks
+from velox_fn.engine.eviction import Eviction, kept_bytes
+from velox_fn.engine.records import arrays
+from velox_fn.engine.rows import View
+
+
+class MissingQueriesError(ValueError):
+    """A method that scores by the model's own queries was not shown them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unobserved:
+    """A block that is in the cache and waits for its queries."""
+
+    valid: mx.array | None
+
+
+class EvictingKVCache:
+    """The KV cache of one attention layer, bounded by `method`.
+
+    Unbatched it stands for one sequence (or a batch in lockstep) and `offset` is an int; made by `merge` it holds a
+    ragged batch and `offset` is int32 [B]. Offsets count tokens seen, not rows, so RoPE stays true after evictions.
+    With `true_queries` a method that scores by attention waits after each call for `observe_queries`, which the query
+    tap calls; without, the incoming keys stand in for queries.
+    """
+
+    def __init__(self, method: Eviction, *, true_queries: bool = False) -> None:
+        self._method = method
+        self._true_queries = true_queries and method.observation is not None
+        self._rows = Sequences()
+        self._view: View | None = None
+        self._unobserved: _Unobserved | None = None
+        self._can_take_back = self._rollback
+
+    # What attention calls
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
+        """Take in keys [B,H,S,D] and values [B,H,S,D_v]; what this block's queries may attend to.
+
+        Raises ValueError when the block does not fit what is cached, which then stays as it was.
+        """
+        self._refuse_unobserved()
+        checks.block_dimensions(keys, values)
+        rows = self._rows
+        record = self._empty_record(keys, values) if rows.record is None else rows.record
+        if rows.batched and keys.shape[0] != len(rows.offsets):
+            raise ValueError(f"this cache holds a batch of {len(rows.offsets)} rows, got keys for {keys.shape[0]}")
+        warming_up: int = record.store.warm_up
+        if rows.batched and self._rollback and warming_up:
+            raise ValueError(
+                f"a batch cannot warm up with rollback={self._rollback}: its sequences start to evict one by one, and "
+                "none could keep rows aside by itself; give the method its filters, or use rollback=0"
+            )
+        n_tokens = keys.shape[2]
+        real = rows.real_tokens(n_tokens)
+        valid = None if min(real) == n_tokens else mx.array(real, mx.int32)
+        observation = self._method.observation
+        if self._true_queries and observation is not None:
+            record, view = observation.land(record, keys, values, valid)
+            self._unobserved = _Unobserved(valid)
+        else:
+            record, view = self._method.update(record, keys, values, valid=valid)
+        self._rows, self._view = rows.advanced(record, real), view
+        self._can_take_back = min(self._can_take_back + min(real), self._rollback)
+        store = self._rows.store
+        if store.budget < warming_up and store.warm_up == 0:  # what the end of a warm-up evicted does not come back
+            self._can_take_back = min(self._can_take_back, min(self._rows.offsets) - warming_up)
+        return view
+
+    def observe_queries(
+        self, output: mx.array, queries: mx.array, keys: mx.array, values: mx.array, scale: float
+    ) -> mx.array:
+        """Score the last block by its queries [B,H_q,S,D]; the attention output, tied to what follows from it.
+
+        Does nothing when the method does not wait for queries, or when attention read other arrays than the last view.
+        """
+        if self._unobserved is None or self._view is None or self._method.observation is None:
+            return output
+        if keys is not self._view[0] or values is not self._view[1]:
+            return output
+        record = self._method.observation.observe(self._rows.record, queries, scale, self._unobserved.valid)
+        self._rows, self._unobserved = dataclasses.replace(self._rows, record=record), None
+        tied: mx.array = mx.depends([output], arrays(record))[0]
+        return tied
+
+    def keys_and_values(self) -> View:
+        """The last view again, for layers that share another layer's cache, until `state` is read."""
+        if self._view is None:
+            raise ValueError("this cache has no view: call update_and_fetch first")
+        return self._view
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The keys as they lie in memory; None before the first token.
+
+        Models in a pipeline tie what they send to the next rank to it (`cache[-1].keys = mx.depends(...)`).
+        """
+        return None if self._rows.record is None else self._rows.store.keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self._rows = self._rows.with_store(dataclasses.replace(self._rows.store, keys=keys))
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Tokens seen: an int, or int32 [B] for a merged batch."""
+        if not self._rows.batched:
+            return self._rows.offsets[0]
+        return mx.array(self._rows.offsets, mx.int32) if self._rows.record is None else self._rows.store.offset
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """The mask for the next N tokens: None, "causal", or a bool array. See `masks`.
+
+        Raises ValueError for a sliding window: such layers keep the cache that the model gives them.
+        """
+        if window_size is not None:
+            raise ValueError(
+                f"a sliding window (window_size={window_size}) over evicted rows is not defined; leave this layer its "
+                "own cache, as install() does"
+            )
+        real = self._rows.real_tokens(N)
+        if self._rows.ragged or min(real) < N:
+            self._finish_rows()
+            store = None if self._rows.record is None else self._rows.store
+            return ragged_mask(store, N, mx.array(real, mx.int32))
+        if N == 1:
+            return None
+        return causal_array(self.size(), N) if return_array else "causal"
+
+    # What mlx_lm's generation, batching and server call
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Everything needed to go on: a JSON header, then arrays. Valid at any time."""
+        self._finish_rows()
+        self._view = None
+        return pack_state(self._method, self._rows, self._true_queries, self._can_take_back)
+
+    @state.setter
+    def state(self, packed: Sequence[Any]) -> None:
+        method, rows, true_queries, can_take_back = unpack_state(packed)
+        if hasattr(self, "_method") and not same_method(self._method, method):
+            raise ValueError(
+                f"this cache runs {self._method.name} {dict(self._method.settings)}; the state given was made by "
+                f"{method.name} {dict(method.settings)}; use from_state, which takes the method from the state"
+            )
+        EvictingKVCache.__init__(self, method, true_queries=true_queries)
+        self._rows, self._can_take_back = rows, can_take_back
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> Self:
+        """A cache that goes on where the one that gave `state` stood."""
+        cache = cls.__new__(cls)
+        cache.state = state
+        return cache
+
+    def size(self) -> int:
+        """Rows kept."""
+        return self._rows.kept
+
+    def empty(self) -> bool:
+        return self._rows.record is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every array held, preallocated room and the landing row included."""
+        return 0 if self._rows.record is None else sum(leaf.nbytes for leaf in arrays(self._rows.record))
+
+    def is_trimmable(self) -> bool:
+        """Whether `trim` is exact: nothing was evicted yet, or the method keeps rows aside for a rollback.
+
+        mlx_lm asks a fresh cache before speculative decoding: only a rollback keeps the promise that a yes would be.
+        """
+        if not self._method.static or self._rollback > 0:
+            return self._method.static
+        return self._rows.record is not None and not self._has_evicted
+
+    def trim(self, n: int) -> int:
+        """Take back the last n tokens; how many were. 0, with nothing changed, when that cannot be exact.
+
+        Raises ValueError beyond what a rollback cache keeps aside, and when n is negative.
+        """
+        checks.whole_number("n", n, 0)
+        if not self.is_trimmable() or self._rows.record is None:
+            return 0
+        n = min(n, min(self._rows.offsets))
+        if self._has_evicted:
+            if n > self._can_take_back:
+                raise ValueError(
+                    f"cannot take back {n} tokens: rows have been evicted and {self._can_take_back} can be taken back; "
+                    f"install with rollback={n} or more"
+                )
+            self._can_take_back -= n
+        self._finish_rows()
+        self._rows, self._view = trimmed(self._rows, n), None
+        return n
+
+    @property
+    def to_quantized(self) -> NoReturn:
+        """Absent, which is what mlx_lm's `kv_bits` looks for: it quantises caches that have this method."""
+        warnings.warn(
+            "kv_bits has no effect on evicting caches: their rows stay in the model's dtype. Lower the budget to save "
+            "memory, or drop kv_bits",
+            stacklevel=2,
+        )
+        raise AttributeError("evicting caches cannot be quantised")
+
+    @classmethod
+    def merge(cls, caches: Sequence["EvictingKVCache"]) -> Self:
+        """One batched cache with a row for each of `caches`, in order; they must share method and settings."""
+        batched = cls._of(caches[0]._method, caches[0]._true_queries)
+        batched._absorb(caches)
+        return batched
+
+    def extend(self, other: "EvictingKVCache") -> None:
+        """Add the rows of `other` to this batch."""
+        self._absorb([self, other])
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        """Keep only these rows of the batch, in this order."""
+        self._finish_rows()
+        self._rows, self._view = selected(self._rows, [int(index) for index in batch_indices]), None
+
+    def extract(self, idx: int) -> Self:
+        """Row `idx` as an unbatched cache of its own."""
+        self._finish_rows()
+        row = self._of(self._method, self._true_queries)
+        row._rows = extracted(self._rows, idx)
+        row._can_take_back = self._can_take_back
+        return row
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce a prefill padded on the right, with these numbers of real tokens. Left padding is refused."""
+        if left_padding is not None and max(left_padding) > 0:
+            raise ValueError(
+                f"left_padding={list(left_padding)} is not supported: positions of an evicting cache start at 0 for "
+                "every row; pad on the right and give lengths, as mlx_lm's batch generator does"
+            )
+        if lengths is not None and right_padding is not None and max(right_padding) > 0:
+            if len(lengths) != len(self._rows.offsets):
+                raise ValueError(f"lengths has {len(lengths)} entries for a batch of {len(self._rows.offsets)} rows")
+            self._rows = dataclasses.replace(self._rows, lengths=tuple(lengths))
+
+    def finalize(self) -> None:
+        """End of a padded prefill."""
+        self._rows = dataclasses.replace(self._rows, lengths=None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A cache that goes on by itself; arrays are shared until they differ, since the rows never change in place."""
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        twin._view = None
+        return twin
+
+    # Accounting
+
+    @property
+    def method(self) -> Eviction:
+        return self._method
+
+    @property
+    def record(self) -> Any | None:
+        """The method's own state, for `velox_fn.kv` and `velox_fn.kept_positions`; None before the first token."""
+        return self._rows.record
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens passed to the first row of the batch."""
+        return self._rows.offsets[0]
+
+    @property
+    def tokens_kept(self) -> int:
+        """Rows kept for the first row of the batch, first head."""
+        return 0 if self.empty() else min(self._rows.real_rows[0], self._rows.store.most_kept)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the kept rows, and of what the method holds beside them."""
+        return 0 if self._rows.record is None else kept_bytes(self._rows.record)
+
+    @property
+    def full_seq_bytes(self) -> int:
+        """Bytes that the rows of all tokens seen would take."""
+        if self.empty():
+            return 0
+        keys, values, offsets = self._rows.store.keys, self._rows.store.values, self._rows.offsets
+        row = keys.shape[1] * (keys.shape[3] * keys.itemsize + values.shape[3] * values.itemsize)
+        return row * (sum(offsets) if self._rows.batched else offsets[0] * keys.shape[0])
+
+    @property
+    def compression_ratio(self) -> float:
+        """full_seq_bytes / kept_bytes; 1.0 before the first token."""
+        return self.full_seq_bytes / self.kept_bytes if self.kept_bytes else 1.0
+
+    # Parts
+
+    @classmethod
+    def _of(cls, method: Eviction, true_queries: bool) -> Self:
+        cache = cls.__new__(cls)  # named forms are constructed from a config, which is not needed any more
+        EvictingKVCache.__init__(cache, method, true_queries=true_queries)
+        return cache
+
+    @property
+    def _rollback(self) -> int:
+        return int(self._method.settings.get("rollback", 0))
+
+    @property
+    def _has_evicted(self) -> bool:
+        return any(batch.has_evicted(self._rows.store, offset) for offset in self._rows.offsets)
+
+    def _empty_record(self, keys: mx.array, values: mx.array) -> Any:
+        return self._method.init(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+
+    def _absorb(self, caches: Sequence["EvictingKVCache"]) -> None:
+        for cache in caches:
+            cache._finish_rows()
+            if not same_method(caches[0]._method, cache._method):
+                given = [f"{one._method.name} {dict(one._method.settings)}" for one in (caches[0], cache)]
+                raise ValueError(f"only caches of one method with one set of settings can share a batch, got {given}")
+        self._can_take_back = 0  # a batch holds no rows aside from before
+        self._rows, self._view = merged([cache._rows for cache in caches], self._method), None
+
+    def _finish_rows(self) -> None:
+        """Make up for what an update puts off, for callers that need every row's rank. Raises as below."""
+        self._refuse_unobserved()
+        if self._rows.record is not None:
+            self._rows = dataclasses.replace(self._rows, record=self._method.scored(self._rows.record))
+
+    def _refuse_unobserved(self) -> None:
+        if self._unobserved is not None:
+            raise MissingQueriesError(
+                f"{self._method.name} was set to score by the model's own queries, but the last block's queries never "
+                "came. Either the query tap is not installed on this model: use install(), or queries='proxy'. Or an "
+                "exception cut the model's call short: go on from a copy or file made before it, or from the prompt"
+            )

@@ -1,0 +1,114 @@
+"""Prompt caches as files: mlx_lm's own safetensors form, checked on the way in and replaced whole on the way out."""
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import mlx.core as mx
+import mlx_lm.models.cache as mlx_caches
+
+from velox_cache.caches.evicting import EvictingKVCache
+
+FILE_VERSION = 1
+_VERSION_KEY = "velox_kv_file"
+_SUFFIX = ".safetensors"
+
+
+def register_with_mlx_lm() -> None:
+    """Let mlx_lm's own `load_prompt_cache`, and caches inside its CacheList, read evicting caches back.
+
+    mlx_lm looks the class of a saved cache up by name in its module of caches, so ours are entered there. Calling it
+    again does nothing new.
+    """
+    for cls in _with_subclasses(EvictingKVCache):
+        setattr(mlx_caches, cls.__name__, cls)
+
+
+def save_prompt_cache(
+    file_name: str | os.PathLike[str], cache: Iterable[Any], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a prompt cache, evicting and other caches mixed, to a .safetensors file (the suffix is added).
+
+    The file takes its name only when it is complete, so an interrupted save leaves an older file whole. Bytes on disk
+    are those of the rows held. mlx_lm's `load_prompt_cache` reads it too, after `register_with_mlx_lm`.
+    """
+    path = _with_suffix(file_name)
+    caches = list(cache)
+    labels = dict(metadata or {}) | {_VERSION_KEY: str(FILE_VERSION)}
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as folder:  # the file: as umask has it
+        aside = os.path.join(folder, path.name)
+        mlx_caches.save_prompt_cache(aside, caches, labels)
+        _flush(aside)
+        os.replace(aside, path)
+
+
+@overload
+def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: Literal[False] = False) -> list[Any]: ...
+@overload
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: Literal[True]
+) -> tuple[list[Any], dict[str, str]]: ...
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: bool = False
+) -> list[Any] | tuple[list[Any], dict[str, str]]:
+    """The caches of a file written by `save_prompt_cache`, each going on bit for bit where it stood.
+
+    return_metadata: return the pair (caches, metadata).
+
+    Raises FileNotFoundError, and ValueError for a file that is truncated, that is no prompt cache of ours, or that a
+    newer velox-kv wrote.
+    """
+    path = _with_suffix(file_name)
+    _check_file(path)
+    register_with_mlx_lm()
+    try:
+        caches, metadata = mlx_caches.load_prompt_cache(str(path), return_metadata=True)
+        mx.eval([cache.state for cache in caches])  # mlx reads lazily: nothing may be left to a file that changes
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{path} holds a prompt cache that this velox-kv cannot rebuild: {error}") from error
+    metadata.pop(_VERSION_KEY)
+    return (caches, metadata) if return_metadata else caches
+
+
+def _check_file(path: Path) -> None:
+    """ValueError unless `path` is a whole safetensors file with our mark and a version that we know."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        header_size = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if header_size > size - 8:
+            raise ValueError(f"{path} is truncated, or no safetensors file")
+        try:
+            header = json.loads(file.read(header_size))
+            labels = header.pop("__metadata__", {})
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged, or no safetensors file: its header cannot be read") from error
+    if size < 8 + header_size + end:
+        raise ValueError(f"{path} is truncated: it holds {size} bytes of {8 + header_size + end}; save it again")
+    version = labels.get(f"0.{_VERSION_KEY}")
+    if version is None:
+        raise ValueError(
+            f"{path} was not written by velox_cache.save_prompt_cache; for a prompt cache of mlx_lm's own use "
+            "mlx_lm.models.cache.load_prompt_cache"
+        )
+    if version != str(FILE_VERSION):
+        raise ValueError(f"{path} has version {version}, this velox-kv reads version {FILE_VERSION}; upgrade velox-kv")
+
+
+def _with_suffix(file_name: str | os.PathLike[str]) -> Path:
+    path = Path(file_name)
+    return path if path.suffix == _SUFFIX else path.with_name(path.name + _SUFFIX)
+
+
+def _flush(file_name: str) -> None:
+    with open(file_name, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _with_subclasses(cls: type[EvictingKVCache]) -> list[type[EvictingKVCache]]:
+    return [cls, *(found for sub in cls.__subclasses__() for found in _with_subclasses(sub))]

@@ -1,0 +1,141 @@
+"""The sequences behind one cache: a method's record and what the host knows of each row, moved as one value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from velox_fn.engine import batch
+from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.store import Store
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """One sequence, or the rows of a batch. Counts are Python ints: asking for one never waits for the device."""
+
+    record: Any | None = None  # the method's own; None before the first token
+    offsets: tuple[int, ...] = (0,)  # tokens seen, per row
+    batched: bool = False  # rows differ in offset; otherwise the one offset stands for all
+    lengths: tuple[int, ...] | None = None  # real tokens to come, per row, while a padded prefill runs
+
+    @property
+    def store(self) -> Store:
+        """The record's rows. Raises ValueError before the first token."""
+        if self.record is None:
+            raise ValueError("this cache has seen no token yet")
+        store: Store = self.record.store
+        return store
+
+    @property
+    def kept(self) -> int:
+        """Rows that attention finds."""
+        return 0 if self.record is None else min(self.store.filled, self.store.most_kept)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether some rows hold padding."""
+        return self.record is not None and self.batched and min(self.real_rows) < self.store.filled
+
+    @property
+    def real_rows(self) -> tuple[int, ...]:
+        """Physical rows that are tokens, a dead one included, per row of the batch."""
+        return tuple(batch.real_rows(self.store, offset) for offset in self.offsets)
+
+    @property
+    def offset_per_row(self) -> tuple[int, ...]:
+        """Tokens seen, also where one offset stands for a batch in lockstep."""
+        if self.batched or self.record is None:
+            return self.offsets
+        return self.offsets * int(self.store.offset.shape[0])
+
+    def real_tokens(self, n_tokens: int) -> tuple[int, ...]:
+        """How many of the next tokens are real, per row."""
+        if self.lengths is None:
+            return (n_tokens,) * len(self.offsets)
+        return tuple(min(max(left, 0), n_tokens) for left in self.lengths)
+
+    def advanced(self, record: Any, real: Sequence[int]) -> "Sequences":
+        """After an update that took in `real` tokens per row."""
+        offsets = tuple(offset + count for offset, count in zip(self.offsets, real, strict=True))
+        lengths = self.lengths
+        if lengths is not None:
+            lengths = tuple(left - count for left, count in zip(lengths, real, strict=True))
+        after = Sequences(record, offsets, self.batched, lengths)
+        return after if lengths is None else _known_offsets(after)
+
+    def with_store(self, store: Store) -> "Sequences":
+        record: Any = self.record
+        return replace(self, record=replace(record, store=store))
+
+
+def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
+    """All rows of `parts` as one batch."""
+    parts = [part for part in parts if part.offsets]
+    offsets = tuple(offset for part in parts for offset in part.offset_per_row)
+    lengths = tuple(length for part in parts for length in part.lengths or ())
+    together = Sequences(
+        offsets=offsets, batched=True, lengths=lengths if lengths and len(lengths) == len(offsets) else None
+    )
+    filled = [part for part in parts if part.record is not None]
+    if not filled:
+        return together
+    like = filled[0].store
+    n_kv_heads, head_dim, value_dim = like.keys.shape[1], like.keys.shape[3], like.values.shape[3]
+
+    def empty(n_sequences: int) -> Any:
+        record = method.init(n_sequences, n_kv_heads, head_dim, value_dim, like.keys.dtype)
+        values = record.store.values.astype(like.values.dtype)  # which may be another
+        return replace(record, store=replace(record.store, values=values))
+
+    records = [empty(len(part.offsets)) if part.record is None else part.record for part in parts]
+    return _known_offsets(replace(together, record=batch.merge(records)))
+
+
+def selected(rows: Sequences, indices: Sequence[int]) -> Sequences:
+    """Only these rows of the batch, in this order; padding that no row needs any more is dropped.
+
+    Without rows what is left is a batch that has seen nothing, and that others may join.
+    """
+    if not indices:
+        return Sequences(offsets=(), batched=True)
+    left = replace(
+        rows,
+        record=None if rows.record is None else batch.take(rows.record, indices),
+        offsets=tuple(rows.offsets[index] for index in indices) if rows.batched else rows.offsets,
+        lengths=None if rows.lengths is None else tuple(rows.lengths[index] for index in indices),
+    )
+    if left.record is None:
+        return left
+    left = _known_offsets(left)
+    longest = max(left.real_rows)
+    if longest == left.store.filled:
+        return left
+    ordered = min(left.real_rows) == longest
+    return left.with_store(batch.narrow(left.store, min(longest, left.store.limit), ordered=ordered))
+
+
+def extracted(rows: Sequences, row: int) -> Sequences:
+    """One row of the batch, by itself and without padding."""
+    offset = rows.offset_per_row[row]
+    alone = Sequences(offsets=(offset,))
+    if rows.record is None or offset == 0:
+        return alone
+    n_rows = min(batch.real_rows(rows.store, offset), rows.store.limit)
+    taken = replace(alone, record=batch.take(rows.record, [row]))
+    return _known_offsets(taken.with_store(batch.narrow(taken.store, n_rows, ordered=True)))
+
+
+def trimmed(rows: Sequences, n_tokens: int) -> Sequences:
+    """The rows as they were `n_tokens` tokens ago; see `velox_fn.engine.batch.trim`."""
+    known = _known_offsets(rows)
+    return replace(
+        known.with_store(batch.trim(known.store, n_tokens)),
+        offsets=tuple(offset - n_tokens for offset in rows.offsets),
+    )
+
+
+def _known_offsets(rows: Sequences) -> Sequences:
+    """Tell the record what only the host knows for certain after padded calls."""
+    if rows.record is None:
+        return rows
+    return rows.with_store(batch.with_seen(rows.store, min(rows.offsets)))

@@ -1,0 +1,216 @@
+"""Calibrated filters of a model: the record, its .npz file, and the authors' published form."""
+
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from velox_cache.calibration.folders import check_folder_of
+from velox_cache.calibration.fusion_choice import FusionChoice
+from velox_cache.calibration.statistics import LayerStatistics
+
+FORMAT_VERSION = 3  # 1: filters only; 2: no moments of static scores
+POST_ROPE = "post-rope"
+HIGHER_IS_KEPT = "higher projection = keep"
+
+
+@dataclass(frozen=True, eq=False)
+class QFiltersCalibration:
+    """Filters of one model, one entry per layer of its prompt cache, and where they came from.
+
+    Raises ValueError when no layer has a filter, a filter is not a finite float32 [H,D], or basis or sign convention is
+    not the one that scoring relies on.
+    """
+
+    filters: Sequence[mx.array | None]  # per layer float32 [H, D], D as in the cached keys; None: layer has no filter
+    model_id: str | None = None
+    n_samples: int = 0  # query vectors per head behind each filter
+    dataset: str | None = None
+    n_tokens: int = 0  # tokens that were run through the model
+    basis: str = POST_ROPE  # the queries' basis, which is that of the cached keys
+    sign_convention: str = HIGHER_IS_KEPT
+    layer_layout: tuple[str, ...] = ()  # per layer the name of its cache class as the model makes it; () if not known
+    format_version: int = FORMAT_VERSION
+    statistics: Sequence[LayerStatistics | None] = ()  # per layer, for other methods; (): an artifact of filters only
+    terms: tuple[str, ...] = ()  # the static scores whose moments the statistics hold, column by column
+    fusion: FusionChoice | None = None  # of what the statistics hold weights; None: of nothing
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "filters", tuple(self.filters))
+        object.__setattr__(self, "layer_layout", tuple(self.layer_layout))
+        object.__setattr__(self, "statistics", tuple(self.statistics))
+        object.__setattr__(self, "terms", tuple(self.terms))
+        if all(layer is None for layer in self.filters):
+            raise ValueError("filters must hold a filter for at least one layer, got none; calibrate the model first")
+        for index, layer in enumerate(self.filters):
+            if layer is not None:
+                _check_filter(index, layer)
+        if (self.basis, self.sign_convention) != (POST_ROPE, HIGHER_IS_KEPT):
+            raise ValueError(
+                f"filters must be {POST_ROPE!r} with {HIGHER_IS_KEPT!r}, got {self.basis!r} with "
+                f"{self.sign_convention!r}; negate filters of the other sign, calibrate again for the other basis"
+            )
+        if self.statistics and len(self.statistics) != len(self.filters):
+            raise ValueError(
+                f"statistics has {len(self.statistics)} entries but filters has {len(self.filters)}; give one per "
+                "layer, or leave them out"
+            )
+        for index, statistics in enumerate(self.statistics):
+            if statistics is not None and (statistics.fusion_weights is None) != (self.fusion is None):
+                raise ValueError(f"layer {index} must have fusion_weights where there is a fusion, and only there")
+            means = None if statistics is None else statistics.term_means
+            n_terms = 0 if means is None else means.shape[1]
+            if statistics is not None and n_terms != len(self.terms):
+                raise ValueError(
+                    f"terms names {len(self.terms)} static scores ({', '.join(self.terms)}) but layer {index} has the "
+                    f"moments of {n_terms}; name each column of term_means"
+                )
+        if self.layer_layout and len(self.layer_layout) != len(self.filters):
+            raise ValueError(
+                f"layer_layout names {len(self.layer_layout)} layers but filters has {len(self.filters)} entries; "
+                "give one name per layer, or leave it out"
+            )
+
+
+def save_qfilters(calibration: QFiltersCalibration, path: str | os.PathLike[str]) -> None:
+    """Write `calibration` as an .npz without pickled objects. An interrupted write leaves an older file as it was.
+
+    Raises FileNotFoundError when the folder does not exist.
+    """
+    target = Path(path)
+    check_folder_of(target)
+    stored = {_layer_key(i): np.array(f) for i, f in enumerate(calibration.filters) if f is not None}
+    for index, layer in enumerate(calibration.statistics):
+        stored |= {f"{name}_{index:04d}": np.array(array) for name, array in layer.arrays().items()} if layer else {}
+    header = {
+        "model_id": calibration.model_id,
+        "n_samples": calibration.n_samples,
+        "dataset": calibration.dataset,
+        "n_tokens": calibration.n_tokens,
+        "basis": calibration.basis,
+        "sign_convention": calibration.sign_convention,
+        "layer_layout": calibration.layer_layout,
+        "terms": calibration.terms,
+        "fusion": None if calibration.fusion is None else asdict(calibration.fusion),
+        "has_filter": [layer is not None for layer in calibration.filters],
+        "has_statistics": [layer is not None for layer in calibration.statistics],
+    }
+    aside = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        with aside.open("wb") as file:
+            np.savez(
+                file,
+                allow_pickle=False,
+                format_version=np.int64(FORMAT_VERSION),
+                header=np.array(json.dumps(header)),
+                **stored,
+            )
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def load_qfilters(path: str | os.PathLike[str], expect_model_id: str | None = None) -> QFiltersCalibration:
+    """Read what `save_qfilters` wrote.
+
+    Raises FileNotFoundError when there is no such file, and ValueError when it is truncated, not an .npz, of an unknown
+    format version, lacks layers or holds filters that cannot be used, or when it was made for another model than
+    `expect_model_id`: filters of another model would do harm without any visible error.
+    """
+    content = _read_npz(Path(path))
+    try:
+        version = int(content["format_version"])
+        if not 1 <= version <= FORMAT_VERSION:
+            raise ValueError(
+                f"its format version is {version} and this velox-kv reads up to {FORMAT_VERSION}; update velox-kv or "
+                "calibrate again"
+            )
+        header: dict[str, Any] = json.loads(str(content["header"]))
+        has_filter, has_statistics = header.pop("has_filter"), header.pop("has_statistics", [])
+        missing = [i for i, has in enumerate(has_filter) if has and _layer_key(i) not in content]
+        if missing:
+            raise ValueError(f"the filters of layers {missing} are missing; copy the whole file or calibrate again")
+        filters = [_stored_filter(i, content[_layer_key(i)]) if has else None for i, has in enumerate(has_filter)]
+        if header.get("fusion") is not None:
+            header["fusion"] = FusionChoice(**header["fusion"])
+        absent = [part for part, key in (("term_", "terms"), ("fusion_", "fusion")) if not header.get(key)]
+        names = [field.name for field in fields(LayerStatistics) if not field.name.startswith(tuple(absent))]
+        statistics = [_stored_statistics(i, names, content) if has else None for i, has in enumerate(has_statistics)]
+        calibration = QFiltersCalibration(filters, **header, statistics=statistics, format_version=version)
+    except KeyError as error:
+        raise ValueError(f"{path} is not a Q-Filters calibration: it has no {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be used as a Q-Filters calibration: {error}") from error
+    if expect_model_id is not None and calibration.model_id != expect_model_id:
+        raise ValueError(
+            f"{path} was calibrated for model {calibration.model_id!r}, not {expect_model_id!r}; filters belong to one "
+            "model, so calibrate this one (or leave expect_model_id out if the two names mean the same weights)"
+        )
+    return calibration
+
+
+def import_published_filters(path: str | os.PathLike[str], model_id: str | None = None) -> QFiltersCalibration:
+    """Filters in the form their authors publish: a .safetensors with one tensor [layers, H, D], any float dtype.
+
+    There a *lower* projection means keep, so the filters are turned around here. They compare with keys of mlx_lm's
+    layout when the model's weights keep their Hugging Face order; check with `sign_agreement` on a calibration text.
+
+    Raises FileNotFoundError when there is no such file, ValueError when it holds anything else.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no file {path}")
+    try:
+        tensors = mx.load(str(path), format="safetensors")
+    except RuntimeError as error:
+        raise ValueError(f"{path} is not a readable .safetensors file: {error}") from error
+    if not isinstance(tensors, dict) or len(tensors) != 1:
+        raise ValueError(f"{path} must hold one tensor [layers, kv heads, head_dim], but it holds {list(tensors)}")
+    [(name, tensor)] = tensors.items()
+    if tensor.ndim != 3:
+        raise ValueError(
+            f"tensor {name!r} in {path} must be [layers, kv heads, head_dim], but its shape is {tuple(tensor.shape)}"
+        )
+    return QFiltersCalibration(list(-tensor.astype(mx.float32)), model_id=model_id, dataset="published by the authors")
+
+
+def _layer_key(index: int) -> str:
+    return f"filter_{index:04d}"
+
+
+def _check_filter(index: int, layer: mx.array) -> None:
+    if not isinstance(layer, mx.array) or layer.ndim != 2 or layer.dtype != mx.float32 or 0 in layer.shape:
+        given = f"{layer.dtype} {tuple(layer.shape)}" if isinstance(layer, mx.array) else type(layer).__name__
+        raise ValueError(f"the filter of layer {index} must be a float32 mx.array [H,D], got {given}")
+    if not mx.isfinite(layer).all().item():
+        raise ValueError(f"the filter of layer {index} is not finite; calibrate again on finite activations")
+
+
+def _stored_statistics(index: int, names: Sequence[str], content: dict[str, np.ndarray[Any, Any]]) -> LayerStatistics:
+    return LayerStatistics(**{name: mx.array(content[f"{name}_{index:04d}"]) for name in names})
+
+
+def _stored_filter(index: int, stored: np.ndarray[Any, Any]) -> mx.array:
+    if stored.dtype != np.float32:
+        raise ValueError(f"the filter of layer {index} must be float32, got {stored.dtype}")
+    return mx.array(stored)
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    if not path.exists():
+        raise FileNotFoundError(f"no file {path}")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not an .npz file, or it is truncated; copy it again or calibrate again")
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            return {name: content[name] for name in content.files}
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged ({error}); copy it again or calibrate again") from error
+    except ValueError as error:  # numpy's word for pickled objects, and for broken array headers
+        raise ValueError(f"{path} holds something that is not a plain array and is not read: {error}") from error

@@ -1,0 +1,230 @@
+"""Calibrate Q-Filters: run text through a model, gather its queries, keep one direction per KV head."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.sums import LayerSums, whole_model_sums, with_block
+from velox_cache.distributed.collectives import Group, as_rank_0_has_it, failing_together, own_share
+from velox_cache.introspection.observed_prefill import LayerQueries, cache_layout, observed_prefill
+from velox_cache.introspection.query_tap import model_type
+from velox_cache.introspection.shard import model_shard
+from velox_fn.engine.checks import whole_number
+from velox_fn.engine.scorers import SCORERS
+
+LEAST_TOKENS = 64  # fewer say little about a direction in a space of about as many dimensions
+
+
+class Tokenizer(Protocol):
+    """What calibration needs of a tokenizer; mlx_lm's has it."""
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+
+def calibrate(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    *,
+    max_tokens: int | None = None,
+    sequence_length: int = 2048,
+    prefill_step_size: int = 512,
+    model_id: str | None = None,
+    dataset: str | None = None,
+    progress: bool = True,
+    group: Group | None = None,
+) -> QFiltersCalibration:
+    """Filters of `model`, from the queries it makes of `texts`, and the statistics that other methods score by.
+
+    Each text is cut into sequences of at most `sequence_length` tokens (the paper: 20 of 2,048), each of which runs
+    from an empty cache in blocks of `prefill_step_size`; `max_tokens` bounds the tokens of all texts together. Choose
+    `sequence_length` near the context that the filters will serve: RoPE turns the mean query with the position. Queries
+    are summed up as they come and never kept, so memory does not grow with the text. Every query counts, where the
+    paper (arXiv:2503.02812, section 4.2) samples 3,000 per head.
+
+    A layer gets a filter when its attention reads a plain KVCache, also inside a CacheList; the others get None. It
+    works whether or not evicting caches are installed on the model. `progress` shows a bar on stderr.
+
+    group: ranks that each hold the whole model, call this with the same arguments and share out the sequences; some may
+    get none. Ranks that hold a model together (`model.shard`, `model.model.pipeline`) need no group: each runs every
+    sequence through its part. Both ways every rank gets the whole model's calibration, the same to the last bit.
+
+    Raises ValueError when the texts have fewer than 64 tokens, when the model computes attention by hand or from no
+    plain KV cache, or when its queries are not finite; RuntimeError when another rank fails or ends.
+    """
+    sequences = _sequences(tokenizer, texts, max_tokens, sequence_length)
+    n_tokens = sum(map(len, sequences))
+    if n_tokens < LEAST_TOKENS:
+        raise ValueError(
+            f"texts hold {n_tokens} tokens; calibration needs at least {LEAST_TOKENS}, and a few thousand to be good: "
+            "give more text"
+        )
+    layout, shard = cache_layout(model), model_shard(model)
+    apart = group if shard.group is None else None  # ranks with nothing in common until they add up what they saw
+    everyone = shard.group or group
+    own = sequences if apart is None else own_share(sequences, apart, cost=len)
+    with failing_together(apart):
+        sums = _layer_sums(model, own, prefill_step_size, progress and (everyone is None or everyone.rank() == 0))
+    if everyone is not None:
+        sums, layout = whole_model_sums(sums, layout, model, shard, everyone)
+    filters = [_layer_filter(i, sums[i]) if i in sums else None for i in range(len(layout))]
+    statistics = [None if layer is None else sums[i].statistics(layer) for i, layer in enumerate(filters)]
+    if everyone is not None:  # machines may round differently
+        shared = partial(as_rank_0_has_it, group=everyone)
+        filters = [None if layer is None else shared(layer) for layer in filters]
+        statistics = [None if layer is None else layer.mapped(shared) for layer in statistics]
+    return QFiltersCalibration(
+        filters,
+        statistics=statistics,
+        model_id=model_id,
+        n_samples=n_tokens,
+        dataset=dataset,
+        n_tokens=n_tokens,
+        layer_layout=layout,
+        terms=tuple(SCORERS),
+    )
+
+
+def collect_query_activations(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    *,
+    max_tokens: int | None = None,
+    sequence_length: int = 2048,
+    prefill_step_size: int = 512,
+    progress: bool = False,
+) -> list[mx.array | None]:
+    """The queries themselves: per layer [H_q,N,D] after RoPE, in the model's dtype; None as in `calibrate`.
+
+    Holds N vectors for every head and layer, where `calibrate` holds none; takes the same text options. Queries of
+    layers that share one cache follow each other block by block, so that N may differ between layers.
+
+    Raises ValueError when the texts hold no token, or when the model's queries cannot be observed.
+    """
+    sequences = _sequences(tokenizer, texts, max_tokens, sequence_length)
+    collected: list[list[mx.array]] = [[] for _ in cache_layout(model)]
+    for block in _observed_blocks(model, sequences, prefill_step_size, progress):
+        for call in block:
+            collected[call.layer].append(call.queries[0])
+        mx.eval(*(call.queries for call in block))
+    return [mx.concatenate(queries, axis=1) if queries else None for queries in collected]
+
+
+def sign_agreement(
+    calibration: QFiltersCalibration,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    max_tokens: int = 2048,
+    prefill_step_size: int = 512,
+) -> float:
+    """Share of query heads whose mean query on `text` projects positively on the filter of their KV head.
+
+    Near 1 for filters of this model with the right sign (observation 3.1 of the paper), near 0 when the sign is turned,
+    near 1/2 for filters of another model or basis. Warns below 0.9.
+
+    Raises ValueError below 0.5, and when the filters do not fit the model's layers, heads or width.
+    """
+    sequences = _sequences(tokenizer, [text], max_tokens, max_tokens)
+    sums = _layer_sums(model, sequences, prefill_step_size, progress=False)
+    if (shard := model_shard(model)).group is not None:
+        sums, _ = whole_model_sums(sums, cache_layout(model), model, shard, shard.group)
+    n_agreeing = n_heads = 0
+    for layer, gram in ((layer, sums_of_layer.queries) for layer, sums_of_layer in sums.items()):
+        filters = calibration.filters[layer] if layer < len(calibration.filters) else None
+        if filters is None or gram.total.shape[0] % filters.shape[0] or gram.total.shape[1] != filters.shape[1]:
+            given = "none" if filters is None else f"one of shape {tuple(filters.shape)}"
+            raise ValueError(
+                f"layer {layer} has {gram.total.shape[0]} query heads of width {gram.total.shape[1]}, but the "
+                f"calibration's filter is {given}; was it made for another model?"
+            )
+        per_head = mx.repeat(filters, gram.total.shape[0] // filters.shape[0], axis=0)
+        projections = np.array(gram.total) * np.array(per_head)
+        n_agreeing += int((projections.sum(-1) > 0).sum())
+        n_heads += gram.total.shape[0]
+    share = n_agreeing / n_heads
+    if share < 0.5:
+        raise ValueError(
+            f"only {share:.0%} of the query heads project positively on their filter: the sign is turned, or the "
+            "filters belong to another model; import the authors' files with import_published_filters, or calibrate"
+        )
+    if share < 0.9:
+        warnings.warn(
+            f"only {share:.0%} of the query heads project positively on their filter, where well calibrated filters "
+            "reach about 99%: they may belong to another model, or to queries before RoPE",
+            stacklevel=2,
+        )
+    return share
+
+
+def _sequences(
+    tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int | None, sequence_length: int
+) -> list[list[int]]:
+    length = whole_number("sequence_length", sequence_length, 1)
+    left = None if max_tokens is None else whole_number("max_tokens", max_tokens, 1)
+    sequences: list[list[int]] = []
+    for text in [texts] if isinstance(texts, str) else texts:
+        if left == 0:
+            break
+        tokens = list(tokenizer.encode(text))[:left]
+        left = None if left is None else left - len(tokens)
+        sequences.extend(tokens[start : start + length] for start in range(0, len(tokens), length))
+    if not sequences:
+        raise ValueError("texts hold no token; give at least one text that is not empty")
+    return sequences
+
+
+def _observed_blocks(
+    model: nn.Module, sequences: Sequence[Sequence[int]], prefill_step_size: int, progress: bool
+) -> Iterator[list[LayerQueries]]:
+    step = whole_number("prefill_step_size", prefill_step_size, 1)
+    bar = Progress(
+        TextColumn("calibrating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not progress,
+    )
+    with bar:
+        task = bar.add_task("", total=sum(map(len, sequences)))
+        for tokens in sequences:
+            for block in observed_prefill(model, tokens, step):
+                if not block:
+                    raise ValueError(
+                        f"no attention layer of model type {model_type(model)!r} reads a plain KV cache through "
+                        "mlx_lm's scaled_dot_product_attention, so it has no queries to calibrate on; use a method "
+                        "that needs no calibration"
+                    )
+                yield block
+                bar.advance(task, block[0].queries.shape[2])
+
+
+def _layer_sums(
+    model: nn.Module, sequences: Sequence[Sequence[int]], prefill_step_size: int, progress: bool
+) -> dict[int, LayerSums]:
+    sums: dict[int, LayerSums] = {}
+    for block in _observed_blocks(model, sequences, prefill_step_size, progress):
+        for call in block:
+            sums[call.layer] = with_block(sums.get(call.layer), call)
+        mx.eval([layer.arrays() for layer in sums.values()])
+    return sums
+
+
+def _layer_filter(layer: int, sums: LayerSums) -> mx.array:
+    try:
+        return sums.filters()
+    except ValueError as error:
+        raise ValueError(f"layer {layer} cannot be calibrated: {error}") from error

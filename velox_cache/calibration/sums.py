@@ -1,0 +1,131 @@
+"""What calibration sums up of each layer, and how the sums of several processes become those of the whole model."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from velox_cache.calibration.statistics import LayerStatistics
+from velox_cache.calibration.term_sums import TermSums, no_term_sums, term_moments, with_rows
+from velox_cache.distributed.collectives import Group, summed, texts_of_all
+from velox_cache.introspection.observed_prefill import LayerQueries
+from velox_cache.introspection.shard import ModelShard
+from velox_fn.directions.query_gram import (
+    QueryGram,
+    average_gqa_filters,
+    query_gram_filters,
+    query_gram_init,
+    query_gram_moments,
+    query_gram_update,
+)
+from velox_fn.engine.records import arrays, with_arrays
+from velox_fn.engine.scorers import unit_keys
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSums:
+    """Sums over the tokens of one layer."""
+
+    queries: QueryGram
+    unit_keys: mx.array  # [H, D] float64: sum of the keys at unit norm
+    terms: TermSums
+    scale: float  # of the attention logits
+
+    def arrays(self) -> list[mx.array]:
+        """All sums, for those who evaluate them."""
+        return [*arrays(self.queries), self.unit_keys, *arrays(self.terms)]
+
+    def filters(self) -> mx.array:
+        """The layer's filters, float32 [H, D]. Raises ValueError as `query_gram_filters` does."""
+        return average_gqa_filters(query_gram_filters(self.queries), self.unit_keys.shape[0])
+
+    def statistics(self, filters: mx.array) -> LayerStatistics:
+        """The layer's mean keys, query moments, and moments of the static scores, with its filters float32 [H, D]."""
+        mean, covariance = query_gram_moments(self.queries, self.unit_keys.shape[0])
+        with mx.stream(mx.cpu):
+            mean_keys = (self.unit_keys / self.queries.count).astype(mx.float32)
+        moments = term_moments(self.terms, self.queries.count, filters, mean_keys)
+        return LayerStatistics(mean_keys, mean * self.scale, covariance * self.scale**2, *moments)
+
+
+def with_block(sums: LayerSums | None, call: LayerQueries) -> LayerSums:
+    """The sums over one more block; None stands for those over none."""
+    n_tokens = call.queries.shape[2]
+    first = call.keys.shape[2] - n_tokens  # tokens seen before
+    keys, values = call.keys[:, :, first:], call.values[:, :, first:]
+    new_keys = unit_keys(keys[0]).sum(axis=1)
+    with mx.stream(mx.cpu):
+        so_far = mx.zeros(new_keys.shape, mx.float64) if sums is None else sums.unit_keys
+        total = so_far + new_keys.astype(mx.float64)
+    gram = query_gram_init(call.queries.shape[1], call.queries.shape[3]) if sums is None else sums.queries
+    terms = no_term_sums(keys.shape[1], keys.shape[3]) if sums is None else sums.terms
+    return LayerSums(query_gram_update(gram, call.queries), total, with_rows(terms, keys, values, first), call.scale)
+
+
+def whole_model_sums(
+    own: Mapping[int, LayerSums], layout: Sequence[str], model: nn.Module, shard: ModelShard, group: Group
+) -> tuple[dict[int, LayerSums], tuple[str, ...]]:
+    """The sums, and the names of the caches, of the whole model, the same on every rank of `group`; collective.
+
+    own: this rank's, by index in its own prompt cache, whose caches are named in `layout`. Each rank puts what it has
+    in the whole model's place and zeros elsewhere, and all are added: ranks that ran different texts through the same
+    model, ranks that ran the same texts through different layers or heads, and ranks that ran nothing.
+
+    Raises ValueError when the ranks' models differ.
+    """
+    first = shard.first_layer
+    told = {
+        "layout": {first + layer: name for layer, name in enumerate(layout)},
+        "shapes": {first + layer: _whole_shape(sums, model, shard) for layer, sums in own.items()},
+    }
+    everyone = [json.loads(text) for text in texts_of_all(json.dumps(told), group)]
+    names = _agreed(everyone, "layout")
+    by_layer = {
+        layer: LayerSums(*_summed_layer(own.get(layer - first), shape, shard, group), scale=shape[3])
+        for layer, shape in _agreed(everyone, "shapes").items()
+    }
+    return by_layer, tuple(names[layer] for layer in sorted(names))
+
+
+def _whole_shape(sums: LayerSums, model: nn.Module, shard: ModelShard) -> list[Any]:
+    """Query heads, KV heads, width and scale of a layer of the whole model."""
+    n_query_heads, head_dim = sums.queries.total.shape
+    n_kv_heads = shard.whole_kv_heads(model, sums.unit_keys.shape[0])
+    return [n_query_heads * shard.head_parts, n_kv_heads, head_dim, sums.scale]
+
+
+def _agreed(everyone: Sequence[Mapping[str, Any]], what: str) -> dict[int, Any]:
+    agreed: dict[int, Any] = {}
+    for told in everyone:
+        for key, value in told[what].items():
+            if agreed.setdefault(int(key), value) != value:
+                raise ValueError(
+                    f"layer {key} is {agreed[int(key)]} on one rank and {value} on another, so they cannot calibrate "
+                    "together; give every rank the same model"
+                )
+    return dict(sorted(agreed.items()))
+
+
+def _summed_layer(
+    own: LayerSums | None, shape: Sequence[Any], shard: ModelShard, group: Group
+) -> tuple[QueryGram, mx.array, TermSums]:
+    n_query_heads, n_kv_heads, head_dim, _ = shape
+    with mx.stream(mx.cpu):
+        gram = mx.zeros((n_query_heads, head_dim, head_dim), mx.float64)
+        total = mx.zeros((n_query_heads, head_dim), mx.float64)
+        count = mx.zeros((), mx.float64)
+        terms = no_term_sums(n_kv_heads, head_dim)
+        by_kv_head = [mx.zeros((n_kv_heads, head_dim), mx.float64), *arrays(terms)]
+        if own is not None:
+            query_heads, kv_heads = shard.heads(n_query_heads), shard.heads(n_kv_heads)
+            gram[query_heads], total[query_heads] = own.queries.gram, own.queries.total
+            if shard.head_part * n_kv_heads % shard.head_parts == 0:  # of ranks with the same KV head, the first
+                for whole, part in zip(by_kv_head, [own.unit_keys, *arrays(own.terms)], strict=True):
+                    whole[kv_heads] = part
+            if shard.head_part == 0:  # ranks with other heads saw the same tokens
+                count = own.queries.count
+    gram, total, count, keys, *others = (summed(array, group) for array in (gram, total, count, *by_kv_head))
+    return QueryGram(gram=gram, total=total, count=count), keys, with_arrays(terms, others)

@@ -1,0 +1,49 @@
+"""From a model and settings to one cache per layer."""
+
+from typing import Any
+
+import mlx.nn as nn
+
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.compat.config import KVCacheConfig
+from velox_cache.installation.layer_arguments import layer_arguments
+from velox_cache.introspection.plan import check_filter_layout, key_layout, make_caches, plan_layers
+from velox_cache.introspection.shard import ModelShard, model_shard
+from velox_fn.engine.eviction import Eviction
+from velox_fn.registry import method_factory
+
+
+class KVCacheBuilder:
+    """Makes caches; holds nothing."""
+
+    @staticmethod
+    def for_model(model: nn.Module, config: KVCacheConfig, calibration: QFiltersCalibration | None = None) -> list[Any]:
+        """Fresh caches for one sequence, one entry per layer, with what the method takes of `calibration`.
+
+        Layers that are not bounded keep the cache that the model makes for them. To have mlx_lm make fresh ones for
+        every generation, use `install`. On a model that is spread over several processes each makes its own part.
+        Raises ValueError when head_dim or the calibration do not fit the model.
+        """
+        plan = plan_layers(model)
+        shard = model_shard(model)
+        own = None if calibration is None else shard.calibration(calibration, len(plan))
+        methods = {
+            entry.layer: _layer_method(model, config, own, entry.layer, shard) for entry in plan if entry.bounded
+        }
+        return make_caches(model, plan, lambda layer: EvictingKVCache(methods[layer]))
+
+
+def _layer_method(
+    model: nn.Module, config: KVCacheConfig, calibration: QFiltersCalibration | None, layer: int, shard: ModelShard
+) -> Eviction:
+    head_dim = key_layout(model, layer)[1]
+    if config.head_dim is not None and head_dim not in (None, config.head_dim):
+        raise ValueError(
+            f"head_dim={config.head_dim} does not fit this model: keys of layer {layer} have {head_dim} dimensions; "
+            "give that, or leave head_dim out"
+        )
+    arguments = layer_arguments(method_factory(config.method), config.settings(), model, layer, calibration, shard)
+    method = config.eviction(**arguments)
+    check_filter_layout(model, layer, method)
+    return method

@@ -1,0 +1,23 @@
+"""The adapter under the name that users of the seeds know."""
+
+import mlx.core as mx
+
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.compat.config import KVCacheConfig
+
+
+class QFiltersKVCache(EvictingKVCache):
+    """One layer's cache under Q-Filters, from a config and, when calibrated, the layer's filters float32 [H, D].
+
+    Raises ValueError when the config is of another method, or the filters are not a finite 2-D array.
+    """
+
+    def __init__(self, config: KVCacheConfig, filters: mx.array | None = None) -> None:
+        if config.method != "qfilters":
+            raise ValueError(f"QFiltersKVCache needs method='qfilters', got {config.method!r}")
+        super().__init__(config.eviction() if filters is None else config.eviction(filters=filters))
+
+    @property
+    def qfilters_kept_bytes(self) -> int:
+        """Bytes of the kept rows and of the filters (head_dim x 4 bytes per head)."""
+        return self.kept_bytes

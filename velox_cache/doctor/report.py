@@ -1,0 +1,121 @@
+"""What an installation is, whether its kernels are right and how fast it is: one report to attach to an issue."""
+
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = ("velox-kv", "mlx", "mlx-lm", "numpy", "chex", "transformers")
+_SLOW_GFLOPS = 5.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    name: str
+    value: str
+    fault: bool = False  # something is wrong, and worth an issue
+
+
+def doctor() -> list[Finding]:
+    """Looks at versions, machine, Metal kernels and speed. Takes a few seconds; allocates some tens of MB."""
+    return [*_versions(), *_machine(), *_tried("Metal kernels", _kernels), *_tried("speed", _speed)]
+
+
+def as_json(findings: list[Finding]) -> list[dict[str, object]]:
+    """The findings as plain JSON."""
+    return [asdict(finding) for finding in findings]
+
+
+def as_text(findings: list[Finding], width: int = 100) -> str:
+    """The findings as text that can be pasted into an issue."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        for topic in dict.fromkeys(finding.topic for finding in findings):
+            table = Table(show_header=False, box=None, padding=(0, 2), title=Text(topic), title_justify="left")
+            for finding in findings:
+                if finding.topic == topic:
+                    mark = "WRONG " if finding.fault else ""
+                    table.add_row(Text(finding.name), Text(mark + finding.value))
+            console.print(table)
+            console.print()
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _tried(topic: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """What `look` finds. What breaks it, such as a kernel that Apple's compiler refuses, is a finding too."""
+    try:
+        yield from look()
+    except RuntimeError as error:
+        yield Finding(topic, "broke off", str(error), fault=True)
+
+
+def _versions() -> list[Finding]:
+    found = [Finding("versions", "python", sys.version.split()[0])]
+    for package in _PACKAGES:
+        try:
+            found.append(Finding("versions", package, version(package)))
+        except PackageNotFoundError:
+            found.append(Finding("versions", package, "not installed"))
+    return found
+
+
+def _machine() -> list[Finding]:
+    import mlx.core as mx
+
+    return [
+        Finding("machine", "system", platform.platform()),
+        Finding("machine", "chip", _chip()),
+        Finding("machine", "MLX device", str(mx.default_device())),
+    ]
+
+
+def _chip() -> str:
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        named = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    else:
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+        named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return f"{named or 'unknown'} ({platform.machine()})"
+
+
+def _kernels() -> Iterator[Finding]:
+    from metal_src import metal_available
+
+    if not metal_available():
+        why = "MLX has no Metal backend or the default device is not the GPU; MLX operations are used instead"
+        yield Finding("Metal kernels", "available", f"no: {why}")
+        yield Finding("Metal kernels", "parity", "not run here; the tests run the kernels' source on the CPU")
+        return
+    from velox_cache.doctor.kernel_parity import compare_kernels
+
+    yield Finding("Metal kernels", "available", "yes")
+    for parity in compare_kernels():
+        same = f"{parity.elements} elements, the same bits"
+        value = f"{parity.differing} of {parity.elements} elements differ" if parity.differing else same
+        yield Finding("Metal kernels", f"{parity.kernel} {parity.case}", value, fault=parity.differing > 0)
+
+
+def _speed() -> list[Finding]:
+    from velox_cache.doctor import timings
+
+    gflops = timings.matrix_product_gflops()
+    hint = "" if gflops >= _SLOW_GFLOPS else "; slow: on Linux preload a faster BLAS, such as MKL's libmkl_rt"
+    evictions = timings.block_eviction_ms()
+    return [
+        Finding("speed", "float32 matrix product", f"{gflops:.1f} GFLOP/s{hint}"),
+        *(Finding("speed", f"evict a block, {name}", f"{milliseconds:.2f} ms") for name, milliseconds in evictions),
+        Finding("speed", "decode step over budget", f"{timings.decode_step_ms():.2f} ms"),
+        Finding("speed", "measured with", timings.SETTING),
+    ]

@@ -1,0 +1,71 @@
+"""What a prompt cache holds, against what the full cache would."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.introspection.query_tap import flat_caches, observe_queries
+
+
+@dataclass(frozen=True)
+class CacheUsage:
+    """Rows and bytes of one sequence's prompt cache."""
+
+    tokens_seen: int
+    rows_kept: int  # most of any layer that could be bounded
+    kept_bytes: int  # of kept rows in all layers, and what methods hold beside them
+    full_bytes: int  # of the rows of every token seen, where layers are bounded; the same as kept_bytes elsewhere
+
+    @property
+    def compression(self) -> float:
+        """full_bytes / kept_bytes; 1.0 for an empty cache."""
+        return self.full_bytes / self.kept_bytes if self.kept_bytes else 1.0
+
+
+def cache_usage(prompt_cache: Sequence[Any]) -> CacheUsage:
+    """Sum up the caches of all layers. Room that a cache has set aside but not filled does not count.
+
+    Caches that are neither evicting nor plain (sliding windows, recurrent state) count with the bytes that they hold.
+    """
+    tokens_seen = rows_kept = kept = full = 0
+    for cache in flat_caches(prompt_cache):
+        if isinstance(cache, EvictingKVCache):
+            rows, held, whole, seen = cache.tokens_kept, cache.kept_bytes, cache.full_seq_bytes, cache.tokens_seen
+        elif type(cache) is KVCache and cache.keys is not None and cache.values is not None:
+            rows = seen = cache.offset
+            held = whole = sum(x.nbytes // x.shape[2] * rows for x in (cache.keys, cache.values))
+        else:
+            rows, held, seen = 0, cache.nbytes, 0
+            whole = held
+        tokens_seen, rows_kept = max(tokens_seen, seen), max(rows_kept, rows)
+        kept, full = kept + held, full + whole
+    return CacheUsage(tokens_seen, rows_kept, kept, full)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """What one cache took, beside the model's weights."""
+
+    usage: CacheUsage
+    held_bytes: int  # of all arrays in the caches, rows set aside included
+    peak_bytes: int  # most that MLX held at once while the tokens were read, above what it held before
+
+
+def memory_use(model: nn.Module, make_cache: Callable[[], list[Any]], tokens: Sequence[int], step: int) -> MemoryUse:
+    """Read `tokens` in blocks of `step`, from fresh caches, and say what they took."""
+    caches = make_cache()
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    with observe_queries(model):
+        for at in range(0, len(tokens), step):
+            model(mx.array([list(tokens[at : at + step])]), cache=caches)
+            mx.eval([cache.state for cache in caches])
+    held = sum(cache.nbytes for cache in flat_caches(caches))
+    return MemoryUse(cache_usage(caches), held, mx.get_peak_memory() - before)

@@ -1,0 +1,91 @@
+"""Run tokens through a model and see the queries that read each of its plain KV caches."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, KVCache
+
+from velox_cache.introspection.plan import plain_caches
+from velox_cache.introspection.query_tap import ObservedAttention, flat_caches, observe_queries
+
+
+@dataclass(frozen=True, eq=False)
+class LayerQueries:
+    """One block's queries of one layer, and the keys and values they read."""
+
+    layer: int  # index in the prompt cache
+    queries: mx.array  # [1, H_q, S, D], after RoPE
+    keys: mx.array  # [1, H, n, D]
+    values: mx.array  # [1, H, n, D_v]
+    scale: float
+
+
+def cache_layout(model: nn.Module) -> tuple[str, ...]:
+    """The class names of the caches that the model makes by itself, one per layer."""
+    return tuple(_name(cache) for cache in plain_caches(model))
+
+
+def viewed_caches(model: nn.Module) -> list[Any]:
+    """Empty caches of the model's own kind for `observed_prefill` to fill."""
+    return [_viewed(cache) for cache in plain_caches(model)]
+
+
+def observed_prefill(
+    model: nn.Module, tokens: Sequence[int], prefill_step_size: int = 512, *, caches: Sequence[Any] | None = None
+) -> Iterator[list[LayerQueries]]:
+    """Run `tokens` through `model` from an empty cache; per block of `prefill_step_size` yield its layers' queries.
+
+    The caches are the model's own kind, also when evicting caches are installed on it. Layers without a plain KVCache
+    (sliding, chunked, recurrent) are left out, and so is attention that does not read what its cache returned (latent
+    attention). Layers that share one cache are both reported under it. Arrays are lazy; logits are never computed.
+
+    `caches`, made by `viewed_caches`, are filled on the way, for a caller who goes on with them.
+
+    Raises ValueError when the model computes attention without mlx_lm's function.
+    """
+    caches = viewed_caches(model) if caches is None else caches
+    layer_of = {id(cache): layer for layer, entry in enumerate(caches) for cache in flat_caches([entry])}
+    for start in range(0, len(tokens), prefill_step_size):
+        block: list[LayerQueries] = []
+
+        def keep(call: ObservedAttention, block: list[LayerQueries] = block) -> None:
+            if isinstance(call.cache, _ViewedKVCache) and call.cache.is_read_by(call):
+                layer = layer_of[id(call.cache)]
+                block.append(LayerQueries(layer, call.queries, call.keys, call.values, call.scale))
+
+        with observe_queries(model, keep, caches=caches):
+            model(mx.array([list(tokens[start : start + prefill_step_size])]), cache=caches)
+        yield block
+        mx.eval([cache.state for cache in caches])
+
+
+class _ViewedKVCache(KVCache):
+    """A KVCache that remembers what it last gave to attention."""
+
+    view: tuple[mx.array, mx.array] | None = None
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        self.view = super().keys_and_values()
+        return self.view
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.view = super().update_and_fetch(keys, values)
+        return self.view
+
+    def is_read_by(self, call: ObservedAttention) -> bool:
+        """Whether attention read this cache's rows. Some models cast them first, hence shapes and not identity."""
+        return self.view is not None and (call.keys.shape, call.values.shape) == tuple(x.shape for x in self.view)
+
+
+def _viewed(cache: Any) -> Any:
+    if type(cache) is KVCache:
+        return _ViewedKVCache()
+    return CacheList(*map(_viewed, cache.caches)) if isinstance(cache, CacheList) else cache
+
+
+def _name(cache: Any) -> str:
+    inside = f"({', '.join(map(_name, cache.caches))})" if isinstance(cache, CacheList) else ""
+    return type(cache).__name__ + inside

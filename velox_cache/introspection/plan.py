@@ -1,0 +1,131 @@
+"""Which layers of a model get an evicting cache, and why the others do not."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, KVCache
+
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_fn.engine.eviction import Eviction
+from velox_fn.methods.fusion import PER_TERM
+
+_OTHERS = {
+    "RotatingKVCache": "a sliding window bounds itself",
+    "ChunkedKVCache": "chunked attention bounds itself",
+    "ArraysCache": "a recurrent state has a fixed size and no rows",
+}
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What happens to one layer's cache."""
+
+    layer: int  # index in the prompt cache
+    cache: str  # class name of the model's own cache
+    bounded: bool
+    reason: str
+
+
+def plain_caches(model: nn.Module) -> list[Any]:
+    """The caches that the model makes by itself, also when evicting ones are installed on it."""
+    make_cache = getattr(type(model), "make_cache", None)  # the class's: an instance's may be installed
+    return [KVCache() for _ in model.layers] if make_cache is None else list(make_cache(model))
+
+
+def plan_layers(model: nn.Module) -> tuple[LayerPlan, ...]:
+    """What `install` would do, entry by entry of the model's prompt cache."""
+    caches = plain_caches(model)
+    refusal = _refusal(model, caches)
+    return tuple(_plan(layer, cache, refusal) for layer, cache in enumerate(caches))
+
+
+def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callable[[int], EvictingKVCache]) -> list[Any]:
+    """Fresh caches for one sequence: evicting ones where the plan says so, the model's own elsewhere."""
+    own = plain_caches(model)
+    return [
+        _bounded(cache, entry.layer, make_cache) if entry.bounded else cache
+        for entry, cache in zip(plan, own, strict=True)
+    ]
+
+
+def key_layout(model: nn.Module, layer: int) -> tuple[int | None, int | None]:
+    """KV heads of a layer and their dimension, as far as the model tells them."""
+    attention = getattr(model.layers[layer], "self_attn", None) if layer < len(model.layers) else None
+    n_kv_heads = getattr(attention, "n_kv_heads", None) or getattr(attention, "num_key_value_heads", None)
+    head_dim = getattr(attention, "head_dim", None)
+    projection = getattr(getattr(attention, "k_proj", None), "weight", None)
+    if head_dim is None and n_kv_heads is not None and projection is not None:
+        head_dim = projection.shape[0] // n_kv_heads
+    return n_kv_heads, head_dim
+
+
+def check_filter_layout(model: nn.Module, layer: int, method: Eviction) -> None:
+    """ValueError when the method's calibrated arrays cannot fit the layer's heads, as far as the model tells them."""
+    n_kv_heads, head_dim = key_layout(model, layer)
+    for name, array in method.params.items():
+        dims = () if name in PER_TERM else array.shape[1:2]
+        if n_kv_heads not in (None, array.shape[0]) or any(head_dim not in (None, dim) for dim in dims):
+            raise ValueError(
+                f"layer {layer} has {n_kv_heads} KV heads of dimension {head_dim}, but its {name} have shape "
+                f"{tuple(array.shape)}; they belong to another model, calibrate this one"
+            )
+
+
+def asks_for_mask_arrays(model: nn.Module) -> bool:
+    """Whether a module of the model builds its mask with `return_array=True`: an array fits one row count only."""
+    files = {_source_file(type(module)) for module in model.modules()} - {None}
+    return any("return_array=True" in Path(str(file)).read_text() for file in files)
+
+
+def _source_file(cls: type) -> str | None:
+    try:
+        return inspect.getsourcefile(cls.__call__)
+    except (OSError, TypeError):  # built in, or not a callable of its own
+        return None
+
+
+def _bounded(cache: Any, layer: int, make_cache: Callable[[int], EvictingKVCache]) -> Any:
+    if isinstance(cache, CacheList):
+        return CacheList(*(_bounded(part, layer, make_cache) for part in cache.caches))
+    return make_cache(layer) if type(cache) is KVCache else cache
+
+
+def _plan(layer: int, cache: Any, refusal: str | None) -> LayerPlan:
+    name = type(cache).__name__
+    parts = _parts(cache)
+    if isinstance(cache, CacheList):
+        name = f"{name}({', '.join(type(part).__name__ for part in parts)})"
+    if not any(type(part) is KVCache for part in parts):
+        kinds = dict.fromkeys(_OTHERS.get(type(part).__name__, "not a plain full-attention cache") for part in parts)
+        return LayerPlan(layer, name, False, f"{'; '.join(kinds)}: left as the model made it")
+    if refusal is not None:
+        return LayerPlan(layer, name, False, refusal)
+    return LayerPlan(layer, name, True, "full attention")
+
+
+def _parts(cache: Any) -> list[Any]:
+    return list(cache.caches) if isinstance(cache, CacheList) else [cache]
+
+
+def _refusal(model: nn.Module, caches: Sequence[Any]) -> str | None:
+    """Why no full-attention layer of this model can be bounded rightly, if that is so.
+
+    It is all of them or none: a model builds one mask for its full-attention layers from one of their caches.
+    """
+    modules = list(model.modules())
+    if any(sum(type(part) is KVCache for part in _parts(cache)) > 1 for cache in caches):
+        return (
+            "a layer has several caches whose rows mirror each other (an indexer that picks rows of the other by their "
+            "place, or two attentions in one layer); evicting from each by itself would break the match"
+        )
+    if any("embed_q" in module for module in modules):
+        return (
+            "keys and values are cached as one latent (MLA), from which eviction by key and value rows is not defined"
+        )
+    if any(getattr(module, "block_sparse", False) for module in modules):
+        return "attention picks blocks of rows by their place (block-sparse), which evictions shift"
+    return None

@@ -1,0 +1,112 @@
+"""Which part of a model this process holds, when the model is spread over several.
+
+mlx_lm spreads a model in two ways. `model.shard(group)` gives each rank an equal, consecutive part of every layer's
+heads (tensor parallel); `model.model.pipeline(group)` gives each rank consecutive layers. A KV cache follows: each rank
+caches what its own heads and layers produce, and needs the same part of whatever was calibrated for the whole model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.pipeline import PipelineMixin
+
+from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.installation.layer_budgets import Budgets
+
+_MAKES_KEYS = ("k_proj", "kv_b_proj")
+_SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
+_N_KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
+
+
+@dataclass(frozen=True, eq=False)
+class ModelShard:
+    """A part of a model: some consecutive layers, and of each layer one of several equal parts of its heads."""
+
+    group: mx.distributed.Group | None = None  # the ranks that hold the model together; None: this one holds it all
+    first_layer: int = 0  # index, in the whole model's prompt cache, of this one's first entry
+    pipelined: bool = False
+    head_part: int = 0
+    head_parts: int = 1
+
+    def heads(self, n_heads: int) -> slice:
+        """This rank's heads of a layer with `n_heads`. Fewer heads than ranks: several ranks hold the same one."""
+        first = self.head_part * n_heads // self.head_parts
+        return slice(first, first + max(1, n_heads // self.head_parts))
+
+    def first_head(self, model: nn.Module, layer: int) -> int:
+        """The index, in the whole model, of the first KV head of this rank's layer `layer`."""
+        if self.head_parts == 1:
+            return 0
+        n_local = _local_kv_heads(model.layers[layer], layer)
+        return self.head_part * self.whole_kv_heads(model, n_local) // self.head_parts
+
+    def whole_kv_heads(self, model: nn.Module, n_local: int) -> int:
+        """KV heads of a layer in the whole model, from those on this rank."""
+        if n_local == 1 and 0 < (declared := _declared_kv_heads(model)) < self.head_parts:
+            return declared  # too few to share out, so mlx_lm repeated them
+        return n_local * self.head_parts
+
+    def calibration(self, whole: QFiltersCalibration, n_layers: int) -> QFiltersCalibration:
+        """What of a whole model's calibration belongs to this rank's `n_layers` layers and their heads."""
+        if self.group is None:
+            return whole
+        layers = slice(self.first_layer, self.first_layer + n_layers)
+        return replace(
+            whole,
+            filters=[None if layer is None else self._own(layer) for layer in whole.filters[layers]],
+            layer_layout=whole.layer_layout[layers],
+            statistics=[None if layer is None else layer.mapped(self._own) for layer in whole.statistics[layers]],
+        )
+
+    def budgets(self, whole: Budgets, n_layers: int) -> Budgets:
+        """Budgets of this rank's `n_layers` layers, from those of the whole model."""
+        if callable(whole):
+            return lambda layer: whole(layer + self.first_layer)
+        return whole[self.first_layer :][:n_layers] if self.pipelined else whole
+
+    def _own(self, by_head: mx.array) -> mx.array:
+        return by_head[self.heads(by_head.shape[0])]
+
+
+WHOLE = ModelShard()
+
+
+def model_shard(model: nn.Module, group: mx.distributed.Group | None = None) -> ModelShard:
+    """What this process holds of `model`.
+
+    group: the one that `model.shard` was given. It is found from the model where keys are projected by one of mlx's
+    sharded layers, as after mlx_lm's own `shard`; give it for a model that is sharded some other way.
+    """
+    modules = model.named_modules()
+    for _, module in modules:
+        if isinstance(module, PipelineMixin) and module.pipeline_size > 1:
+            return ModelShard(mx.distributed.init(), first_layer=module.start_idx, pipelined=True)
+    found: Sequence[Any] = [
+        module.group
+        for name, module in modules
+        if name.rsplit(".", 1)[-1] in _MAKES_KEYS and isinstance(module, _SHARDED)
+    ]
+    group = found[0] if found else group
+    if group is None or group.size() == 1:
+        return WHOLE
+    return ModelShard(group, head_part=group.rank(), head_parts=group.size())
+
+
+def _local_kv_heads(layer: nn.Module, index: int) -> int:
+    attention: Any = getattr(layer, "self_attn", layer)
+    for module in attention.modules():
+        for name in _N_KV_HEADS:
+            if isinstance(count := getattr(module, name, None), int):
+                return count
+    raise ValueError(
+        f"layer {index} does not say how many KV heads it has, so this rank's cannot be numbered; use a method other "
+        "than random"
+    )
+
+
+def _declared_kv_heads(model: nn.Module) -> int:
+    declared = (getattr(getattr(module, "args", None), "num_key_value_heads", None) for module in model.modules())
+    return next((count for count in declared if isinstance(count, int)), 0)

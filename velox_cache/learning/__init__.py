@@ -1,0 +1,4 @@
+"""The search for the weights of a fusion, by what counts: the next-token distribution of the full cache.
+
+Imports `harness` and `calibration`.
+"""

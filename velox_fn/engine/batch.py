@@ -1,0 +1,179 @@
+"""Sequences joining, leaving and going back: what changes a batch or an offset outside an update.
+
+Every array of a record has the batch as its first axis, so one pair of functions serves all methods.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from velox_fn.engine import select
+from velox_fn.engine.rows import Rows, in_temporal_order
+from velox_fn.engine.store import Store, held_rows, kept_rows, used_rows
+
+_State = TypeVar("_State")
+
+
+def merge(states: Sequence[_State]) -> _State:
+    """One state whose batch is that of all `states` in turn; shorter ones are padded to the longest.
+
+    The states must come from one method with one set of settings; ValueError otherwise.
+    """
+    merged: _State = _joined(list(states))
+    return merged
+
+
+def take(state: _State, batch_rows: Sequence[int]) -> _State:
+    """The sequences of `state` at these batch indices, in this order."""
+    index = mx.array(list(batch_rows), mx.int32)
+    taken: _State = _indexed(state, index)
+    return taken
+
+
+def narrow(store: Store, n_rows: int, *, ordered: bool) -> Store:
+    """`store` without its dead row and with room for `n_rows` rows: the rest must be padding, and is dropped.
+
+    `ordered`: no padding is left.
+    """
+    rows = held_rows(dataclasses.replace(store, ordered=False))
+    return dataclasses.replace(
+        store,
+        keys=rows.keys[:, :, :n_rows],
+        values=rows.values[:, :, :n_rows],
+        ranks=rows.ranks[:, :, :n_rows],
+        filled=n_rows,
+        ordered=ordered,
+    )
+
+
+def real_rows(store: Store, offset: int) -> int:
+    """How many of the used rows are tokens of a sequence that has seen `offset` of them; the rest is padding."""
+    warmed_up = 0 < store.warm_up <= offset
+    return min(offset, store.filled, store.budget) if warmed_up else min(offset, store.filled)
+
+
+def has_evicted(store: Store, offset: int) -> bool:
+    """Whether a sequence that has seen `offset` tokens has lost one: not while its rows warm up, nor within budget."""
+    return offset > store.budget and offset >= store.warm_up
+
+
+def with_seen(store: Store, seen_by_all: int) -> Store:
+    """`store`, told how many tokens every sequence has seen, which after padded calls only the caller knows."""
+    store = dataclasses.replace(store, seen_by_all=seen_by_all)
+    if not 0 < store.warm_up <= seen_by_all:
+        return store
+    store = dataclasses.replace(store, warm_up=0)
+    return store if store.filled <= store.limit else narrow(store, store.limit, ordered=False)
+
+
+def trim(store: Store, n_tokens: int) -> Store:
+    """`store` as it was `n_tokens` tokens ago. Exact when nothing was evicted, or for up to `rollback` tokens.
+
+    Raises ValueError beyond that. The row that a token evicted comes back because `rollback` rows are kept aside. Only
+    the shortest sequence's length is known here: where lengths differ, whoever merged them must know that no longer one
+    has lost a row.
+    """
+    evicted = has_evicted(store, store.seen_by_all)
+    if n_tokens > store.seen_by_all or (evicted and n_tokens > store.rollback):
+        raise ValueError(
+            f"cannot take back {n_tokens} tokens: rows have been evicted and rollback={store.rollback}; give the "
+            f"method rollback={n_tokens} or more, or start again from the prompt"
+        )
+    offset = store.offset - n_tokens
+    rows = used_rows(store)
+    positions = select.rank_positions(rows.ranks)
+    taken_back = positions >= offset[:, None, None]
+    rows = dataclasses.replace(rows, ranks=mx.where(taken_back, select.PADDING, rows.ranks))
+    if not store.ordered:  # rows of shorter sequences may stay as padding, which is finite
+        erased = taken_back[..., None]
+        rows = dataclasses.replace(rows, keys=mx.where(erased, 0, rows.keys), values=mx.where(erased, 0, rows.values))
+        rows = in_temporal_order(rows)
+    filled = store.filled - n_tokens
+    return dataclasses.replace(
+        store,
+        keys=rows.keys[:, :, :filled],
+        values=rows.values[:, :, :filled],
+        ranks=rows.ranks[:, :, :filled],
+        offset=offset,
+        filled=filled,
+        seen_by_all=store.seen_by_all - n_tokens,
+    )
+
+
+def _joined(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Store):
+        return _joined_stores(parts)
+    if isinstance(first, mx.array):
+        return mx.concatenate(parts, axis=0)
+    if isinstance(first, tuple):
+        return tuple(_joined(list(column)) for column in zip(*parts, strict=True))
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        return dataclasses.replace(first, **{name: _joined([getattr(part, name) for part in parts]) for name in names})
+    if any(part != first for part in parts):
+        raise ValueError(f"cannot merge states with different settings: {parts}")
+    return first
+
+
+def _joined_stores(stores: list[Store]) -> Store:
+    limits = {(store.budget, store.n_sink, store.recent, store.rollback) for store in stores}
+    if len(limits) > 1:
+        raise ValueError(f"cannot merge stores of different (budget, n_sink, recent, rollback): {sorted(limits)}")
+    warm_up = max(store.warm_up for store in stores)
+    closed = [_with_kept_rows_only(store) for store in stores]
+    filled = max(store.filled for store in closed)
+    parts = [_padded(used_rows(store), filled) for store in closed]
+    return dataclasses.replace(
+        stores[0],
+        keys=mx.concatenate([rows.keys for rows in parts], axis=0),
+        values=mx.concatenate([rows.values for rows in parts], axis=0),
+        ranks=mx.concatenate([rows.ranks for rows in parts], axis=0),
+        offset=mx.concatenate([store.offset for store in stores], axis=0),
+        filled=filled,
+        ordered=all(store.ordered and store.filled == filled for store in closed),
+        seen_by_all=min(store.seen_by_all for store in stores),
+        warm_up=warm_up,
+    )
+
+
+def _with_kept_rows_only(store: Store) -> Store:
+    """`store` without dead row and rows kept aside: in a batch, a sequence has all its rows, or the budget."""
+    if store.filled <= store.most_kept:
+        return store
+    rows = kept_rows(dataclasses.replace(store, ordered=False))
+    return dataclasses.replace(
+        store,
+        keys=rows.keys,
+        values=rows.values,
+        ranks=rows.ranks,
+        filled=store.most_kept,
+        ordered=store.seen_by_all >= store.most_kept,
+    )
+
+
+def _padded(rows: Rows, n_rows: int) -> Rows:
+    missing = n_rows - rows.ranks.shape[2]
+    if missing == 0:
+        return rows
+    batch, n_kv_heads = rows.ranks.shape[:2]
+    padding = mx.full((batch, n_kv_heads, missing), select.PADDING)
+    width = [(0, 0), (0, 0), (0, missing), (0, 0)]
+    return Rows(
+        keys=mx.pad(rows.keys, width),
+        values=mx.pad(rows.values, width),
+        ranks=mx.concatenate([rows.ranks, padding], axis=2),
+    )
+
+
+def _indexed(part: Any, index: mx.array) -> Any:
+    if isinstance(part, mx.array):
+        return mx.take(part, index, axis=0)
+    if isinstance(part, tuple):
+        return tuple(_indexed(leaf, index) for leaf in part)
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        names = [field.name for field in dataclasses.fields(part)]
+        return dataclasses.replace(part, **{name: _indexed(getattr(part, name), index) for name in names})
+    return part

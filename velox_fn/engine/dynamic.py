@@ -1,0 +1,130 @@
+"""The engine of the dynamic methods: every query of the model changes the scores of the rows it sees.
+
+An update has two halves. `land` lets the block in; its view goes to attention. Then the block's queries are observed:
+they change the scores, and what exceeds the budget leaves. A caller who has the queries at once, or lets the keys stand
+in for them, gets both halves from `update`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from velox_fn.engine import checks, landing, select
+from velox_fn.engine.attention import Observed
+from velox_fn.engine.eviction import Eviction, Init, Observation
+from velox_fn.engine.records import arrays, record
+from velox_fn.engine.rows import Rows, View, arriving_positions
+from velox_fn.engine.store import Store, check_block, init_store, used_rows
+
+
+@record
+class DynamicState:
+    """The state of a method that needs nothing but the scores in its rows."""
+
+    store: Store
+
+
+def dynamic_init(*, budget: int, n_sink: int, recent: int) -> Init:
+    """The `init` of a method whose state is a DynamicState."""
+
+    def init(
+        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
+    ) -> DynamicState:
+        store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent)
+        return DynamicState(store=store)
+
+    return init
+
+
+Land = Callable[[Any, mx.array, mx.array, mx.array | None], tuple[Any, View]]
+Observe = Callable[[Any, mx.array, float | None, mx.array | None], Any]
+
+
+def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None) -> tuple[Any, View]:
+    """Let a block in, its rows at score 0: nothing is evicted but the dead row whose place a single token takes."""
+    store = state.store
+    check_block(store, keys, values, valid)
+    positions = arriving_positions(store.offset, keys.shape[2], valid)
+    none_yet = select.Scores(mx.zeros(keys.shape[:3], mx.float32), unseen=(keys, values))
+    ranks = select.arrival_ranks(none_yet, positions, store.n_sink)
+    landed, view = landing.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
+    return dataclasses.replace(state, store=landed), view
+
+
+def rescore(store: Store, observed: Observed, scores: mx.array) -> Store:
+    """`store`, as observed, with these scores float32 [B,H,n] on its rows, cut down to its limit."""
+    return with_scores(store, scores, observed.query_positions.shape[1])
+
+
+def with_scores(store: Store, scores: mx.array, n_tokens: int) -> Store:
+    """`store`, on which S tokens have landed, with these scores float32 [B,H,n] on its rows, cut down to its limit.
+
+    Sinks keep +inf, rows with a non-finite key or value keep -inf, and a score that is not finite becomes -inf.
+    """
+    rows = used_rows(store)
+    full = n_tokens == 1 and store.filled > store.limit  # the shape of every step from now on: worth compiling for
+    ranks = (_compiled_reranked if full else select.reranked)(rows.ranks, scores)
+    return landing.settle(dataclasses.replace(store, keys=rows.keys, values=rows.values, ranks=ranks), n_tokens)
+
+
+_compiled_reranked = mx.compile(select.reranked)
+
+
+def updated(
+    state: Any,
+    keys: mx.array,
+    values: mx.array,
+    queries: mx.array | None,
+    valid: mx.array | None,
+    *,
+    land: Land,
+    observe: Observe,
+) -> tuple[Any, View]:
+    """Both halves at once: the block's queries [B,H_q,S,D] at scale 1/sqrt(D), or its keys in their place.
+
+    Raises ValueError when the block or its queries do not fit the state.
+    """
+    landed, view = land(state, keys, values, valid)
+    if queries is not None:
+        checks.block_queries(queries, keys)
+    settled = observe(landed, keys if queries is None else queries, None, valid)
+    seen_keys, seen_values = mx.depends(list(view), arrays(settled))
+    return settled, (seen_keys, seen_values)
+
+
+def dynamic_eviction(
+    name: str,
+    init: Init,
+    observe: Observe,
+    settings: Mapping[str, Any],
+    params: Mapping[str, mx.array] | None = None,
+    land: Land = land,
+) -> Eviction:
+    """A method of the two halves `land` and `observe(state, queries, scale, valid)`.
+
+    Its `update` is `updated`. Scores depend on every query so far, so nothing can be taken back: rollback is not
+    offered.
+    """
+
+    def update(
+        state: Any,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        queries: mx.array | None = None,
+        valid: mx.array | None = None,
+    ) -> tuple[Any, View]:
+        return updated(state, keys, values, queries, valid, land=land, observe=observe)
+
+    return Eviction(
+        init,
+        update,
+        name,
+        settings,
+        params or {},
+        needs_queries=True,
+        static=False,
+        observation=Observation(land=land, observe=observe),
+    )

@@ -1,0 +1,103 @@
+"""The one shape of every method: a pair of pure functions and what describes them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from velox_fn.engine import select
+from velox_fn.engine.records import arrays
+from velox_fn.engine.rows import View
+from velox_fn.engine.store import Store, kept_rows
+
+
+class State(Protocol):
+    """What every method's record has: its rows. All array leaves of a record have the batch as their first axis."""
+
+    @property
+    def store(self) -> Store: ...
+
+
+class Init(Protocol):
+    """Makes an empty state."""
+
+    def __call__(
+        self, batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
+    ) -> Any: ...
+
+
+class Update(Protocol):
+    """Takes a block in: keys [B,H,S,D], values [B,H,S,D_v], queries [B,H_q,S,D] or None, valid int32 [B] or None.
+
+    Returns the next state, with at most `budget` kept rows, and the view (keys, values) that this block's own queries
+    may attend to: all rows kept before the call, followed by the whole block.
+    """
+
+    def __call__(
+        self,
+        state: Any,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        queries: mx.array | None = None,
+        valid: mx.array | None = None,
+    ) -> tuple[Any, View]: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Observation:
+    """The two halves of `update` of a method that scores by attention, for callers whose queries come later."""
+
+    land: Callable[[Any, mx.array, mx.array, mx.array | None], tuple[Any, View]]
+    """(state, keys, values, valid) -> (landed, view): the block is in, nothing is scored or evicted."""
+    observe: Callable[[Any, mx.array, float | None, mx.array | None], Any]
+    """(landed, queries, scale, valid) -> state: scored by these queries and cut down to the budget."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Eviction:
+    """A method, ready to use.
+
+    `settings` (plain JSON) and `params` (arrays) are the arguments of the method's factory, by name. They decide
+    whether two caches may be merged, and rebuild the method from a saved file. `static` says that a row's score is
+    computed once, from the row alone: the kept set then does not depend on how tokens are split into calls.
+    """
+
+    init: Init
+    update: Update
+    name: str
+    settings: Mapping[str, Any]
+    params: Mapping[str, mx.array] = dataclasses.field(default_factory=dict)
+    needs_queries: bool = False
+    static: bool = True
+    observation: Observation | None = None
+    scored: Callable[[Any], Any] = lambda state: state
+    """state -> state with a rank on each row. Within the budget a static method may put scoring off, and whatever reads
+    ranks beside its `update` (merging, trimming, saving) needs them."""
+
+
+def kv(state: State) -> View:
+    """The kept rows, keys [B,H,n,D] and values [B,H,n,D_v], in temporal order; padding of ragged batches last."""
+    store = state.store
+    if store.unscored:  # all tokens, in order
+        return store.keys[:, :, : store.filled], store.values[:, :, : store.filled]
+    rows = kept_rows(store)
+    return rows.keys, rows.values
+
+
+def kept_positions(state: State) -> mx.array:
+    """Absolute token positions int32 [B,H,n] of the rows of `kv(state)`; -1 for padding."""
+    store = state.store
+    if store.unscored:
+        return mx.broadcast_to(mx.arange(store.filled, dtype=mx.int32), (*store.ranks.shape[:2], store.filled))
+    return select.rank_positions(kept_rows(store).ranks)
+
+
+def kept_bytes(state: State) -> int:
+    """Bytes of the kept rows in their dtype, and of what the method holds beside them (filters, statistics)."""
+    store = state.store
+    batch, n_kv_heads, _, head_dim = store.keys.shape
+    row = head_dim * store.keys.itemsize + store.values.shape[-1] * store.values.itemsize
+    beside = sum(leaf.nbytes for leaf in arrays(state)) - sum(leaf.nbytes for leaf in arrays(store))
+    return batch * n_kv_heads * min(store.filled, store.most_kept) * row + beside

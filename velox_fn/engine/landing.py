@@ -1,0 +1,170 @@
+"""How a block enters a store, and how what exceeds the budget leaves it."""
+
+import functools
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from velox_fn.engine import select
+from velox_fn.engine.fused_evict import evict_rows
+from velox_fn.engine.records import replaced
+from velox_fn.engine.rows import Rows, View, in_temporal_order
+from velox_fn.engine.store import Store, held_rows, overwrites, seen_rows, used_rows
+
+_GROWTH = 256  # rows; the step in which mlx_lm's own caches grow
+
+
+def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View]:
+    """Let a block of S tokens in, without evicting: what it may attend to is the view.
+
+    For S = 1 over budget the dead row is overwritten and the view is the physical rows. Otherwise the view is the kept
+    rows followed by the block, and the new store may stand over its limit until `settle`. `valid` int32 [B]: real
+    tokens of each row; the rest is padding and is zeroed, so that no NaN of it reaches attention through a mask.
+    """
+    n_tokens = block.keys.shape[2]
+    offset = store.offset + (n_tokens if valid is None else valid)
+    if store.filled > store.limit and not overwrites(store, n_tokens):
+        store = without_dead_row(store)
+    if valid is None:
+        store = replaced(store, seen_by_all=store.seen_by_all + n_tokens)
+    else:
+        real = (select.rank_positions(block.ranks) >= 0)[..., None]
+        block = replaced(block, keys=mx.where(real, block.keys, 0), values=mx.where(real, block.values, 0))
+        store = replaced(store, ordered=False)
+    if overwrites(store, n_tokens):
+        step = _compiled_overwrite(store.recent)
+        keys, values, ranks = step(
+            store.keys, store.values, store.ranks, store.offset, block.keys, block.values, block.ranks
+        )
+        landed = replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False)
+        return landed, (keys, values)
+    landed = append(store, block, offset)
+    if overwrites(landed, n_tokens):  # the next tokens will: a step that is compiled from here on serves them all
+        landed = replaced(landed, ordered=False)
+    if store.filled <= store.most_kept:
+        return landed, (landed.keys[:, :, : landed.filled], landed.values[:, :, : landed.filled])
+    seen = seen_rows(store, n_tokens)
+    return landed, (_joined(seen.keys, block.keys, 0), _joined(seen.values, block.values, 0))
+
+
+def without_dead_row(store: Store) -> Store:
+    """`store` cut down to its limit and in temporal order; padding of short sequences comes last."""
+    rows = held_rows(replaced(store, ordered=False))
+    return replaced(
+        store,
+        keys=rows.keys,
+        values=rows.values,
+        ranks=rows.ranks,
+        filled=rows.ranks.shape[2],
+        ordered=store.seen_by_all >= store.limit,
+    )
+
+
+def overwrite_victim(
+    keys: mx.array, values: mx.array, ranks: mx.array, offset: mx.array, block: Rows, recent: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Put a one-token block in the place of the row that loses. Arrays only, so that a whole step can be compiled.
+
+    MLX reuses a buffer that nobody else holds, so this writes one row; it copies when the old state is still held.
+    """
+    index = select.victim(select.competing_ranks(ranks, offset, recent))
+    return (
+        mx.put_along_axis(keys, index[..., None], block.keys, axis=2),
+        mx.put_along_axis(values, index[..., None], block.values, axis=2),
+        mx.put_along_axis(ranks, index, block.ranks, axis=2),
+    )
+
+
+@functools.cache
+def _compiled_overwrite(recent: int) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
+    """`overwrite_victim` as one compiled function of arrays."""
+
+    def step(
+        keys: mx.array, values: mx.array, ranks: mx.array, offset: mx.array, k: mx.array, v: mx.array, rank: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        return overwrite_victim(keys, values, ranks, offset, Rows(keys=k, values=v, ranks=rank), recent)
+
+    return mx.compile(step)
+
+
+def append(store: Store, block: Rows, offset: mx.array) -> Store:
+    """`store` with the block after its used rows, in room that is there or in new room."""
+    n_tokens = block.keys.shape[2]
+    filled = store.filled + n_tokens
+    if filled <= store.keys.shape[2]:
+        keys = written(store.keys, block.keys, store.filled)
+        values = written(store.values, block.values, store.filled)
+        ranks = written(store.ranks, block.ranks, store.filled)
+    else:
+        room = min(-(-filled // _GROWTH) * _GROWTH, store.limit + 1) - filled
+        used = used_rows(store)
+        keys = _joined(used.keys, block.keys, room)
+        values = _joined(used.values, block.values, room)
+        ranks = _joined(used.ranks, block.ranks, room)
+    return replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, filled=filled)
+
+
+def puts_off(store: Store, n_tokens: int) -> bool:
+    """Whether the next S tokens may come without ranks: while nothing has to leave, nobody asks for them.
+
+    They are due when the room is used up, so that they are made for a few hundred rows at a time.
+    """
+    whole = store.ordered and store.filled == store.seen_by_all  # the rows are all tokens, in order
+    return n_tokens == 1 and whole and store.filled < min(store.most_kept, store.keys.shape[2])
+
+
+def append_unscored(store: Store, key: mx.array, value: mx.array) -> tuple[Store, View]:
+    """`store` with one more row [B,H,1,D], [B,H,1,D_v], and its view: what mlx_lm's own cache does, and no more."""
+    filled = store.filled + 1
+    keys, values = written(store.keys, key, store.filled), written(store.values, value, store.filled)
+    longer = replaced(
+        store,
+        keys=keys,
+        values=values,
+        offset=mx.array([filled] * key.shape[0], mx.int32),  # known here: a constant, where a sum is a kernel
+        filled=filled,
+        seen_by_all=store.seen_by_all + 1,
+        unscored=store.unscored + 1,
+    )
+    return longer, (keys[:, :, :filled], values[:, :, :filled])
+
+
+def written(target: mx.array, rows: mx.array, start: int) -> mx.array:
+    """`target` with rows [B,H,S,...] in the places from `start` on."""
+    written = mx.array(target)  # a second handle: the assignment below rebinds it and leaves `target` alone
+    written[:, :, start : start + rows.shape[2]] = rows
+    return written
+
+
+def _joined(old: mx.array, new: mx.array, room: int) -> mx.array:
+    parts = [old, new] if old.shape[2] else [new]
+    if room > 0:
+        shape = (*new.shape[:2], room, *new.shape[3:])
+        parts.append(mx.zeros(shape, new.dtype))
+    return mx.concatenate(parts, axis=2) if len(parts) > 1 else new
+
+
+def settle(store: Store, n_tokens: int) -> Store:
+    """A store that S tokens have landed on, cut down to its limit under the selection rule, survivors in row order.
+
+    After a single token one row more may stay: it is the dead row that the next token overwrites.
+    """
+    if store.filled <= store.limit or overwrites(store, n_tokens):
+        return store
+    rows = used_rows(store)
+    if store.metal and not store.ordered:
+        rows = in_temporal_order(rows)
+    competing = select.competing_ranks(rows.ranks, store.offset, store.protected)
+    keys, values, ranks = evict_rows(rows.keys, rows.values, rows.ranks, competing, store.limit, metal=store.metal)
+    return replaced(store, keys=keys, values=values, ranks=ranks, filled=store.limit)
+
+
+def tied(view: View, store: Store) -> View:
+    """`view`, made to depend on what of the store it does not show.
+
+    mlx_lm evaluates tokens only; an array that no token depends on would keep a graph that grows with every call.
+    Attention reads both halves of a view, so one of them carries the rest.
+    """
+    keys, values = view
+    (values,) = mx.depends([values], [store.keys, store.values, store.ranks, store.offset])
+    return keys, values

@@ -1,0 +1,55 @@
+"""Rows of a cache by value, and moves on them that keep keys, values and ranks together."""
+
+import mlx.core as mx
+
+from velox_fn.engine import select
+from velox_fn.engine.records import record
+
+View = tuple[mx.array, mx.array]
+"""Keys [B,H,n,D] and values [B,H,n,D_v] for attention to read."""
+
+
+@record
+class Rows:
+    """Some rows, in some order."""
+
+    keys: mx.array  # [B,H,n,D]
+    values: mx.array  # [B,H,n,D_v]
+    ranks: mx.array  # int64 [B,H,n]
+
+
+def gather_rows(rows: Rows, index: mx.array) -> Rows:
+    """The rows at index [B,H,m], in that order."""
+    return Rows(
+        keys=rows_at(rows.keys, index),
+        values=rows_at(rows.values, index),
+        ranks=mx.take_along_axis(rows.ranks, index, axis=2),
+    )
+
+
+def rows_at(array: mx.array, index: mx.array) -> mx.array:
+    """[B,H,m,D] of array [B,H,n,D] at index [B,H,m]."""
+    batch, n_heads = index.shape[:2]
+    # Copies whole rows; take_along_axis would copy number by number.
+    return array[mx.arange(batch)[:, None, None], mx.arange(n_heads)[:, None], index]
+
+
+def in_temporal_order(rows: Rows) -> Rows:
+    """The same rows: real ones first by position, padding last."""
+    return gather_rows(rows, temporal_order(rows.ranks))
+
+
+def temporal_order(ranks: mx.array) -> mx.array:
+    """Indices [B,H,n] that put real rows first by position, and padding last in row order."""
+    positions = select.rank_positions(ranks).astype(mx.int64)
+    last = 2**31 + mx.arange(ranks.shape[-1], dtype=mx.int64)
+    return mx.argsort(mx.where(positions < 0, last, positions), axis=-1)
+
+
+def arriving_positions(offset: mx.array, n_tokens: int, valid: mx.array | None) -> mx.array:
+    """Positions int32 [B,1,S] of the next tokens; -1 for the right padding past `valid` int32 [B]."""
+    steps = mx.arange(n_tokens, dtype=mx.int32)
+    positions = (offset[:, None] + steps)[:, None]
+    if valid is None:
+        return positions
+    return mx.where(steps < valid[:, None, None], positions, -1)

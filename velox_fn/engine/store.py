@@ -1,0 +1,140 @@
+"""The rows that a method keeps: one record and the moves on it, the same for every method.
+
+A store holds at most `budget` kept rows, and one more after single-token steps: the row that loses under the selection
+rule stays in place until the next token overwrites it, so a step over budget writes O(D) bytes, and a token that
+arrives is seen by its own query even when it is itself the next to go. That one dead row is never shown by
+`kept_rows`.
+"""
+
+import mlx.core as mx
+
+from velox_fn.engine import checks, select
+from velox_fn.engine.fused_evict import resolve_metal
+from velox_fn.engine.records import record
+from velox_fn.engine.rows import Rows, gather_rows, in_temporal_order, temporal_order
+
+
+@record
+class Store:
+    """Rows in physical order. Everything past `filled` is preallocated room that nothing reads."""
+
+    keys: mx.array  # [B,H,C,D], the model's dtype, bit for bit as it came
+    values: mx.array  # [B,H,C,D_v]
+    ranks: mx.array  # int64 [B,H,C], score and position packed (select.py)
+    offset: mx.array  # int32 [B], tokens seen by each sequence
+    filled: int  # rows in use, <= C
+    ordered: bool  # the used rows stand in temporal order, with no padding among them
+    seen_by_all: int  # tokens that every sequence has seen for certain (padded calls count for nothing)
+    budget: int
+    n_sink: int
+    recent: int
+    rollback: int  # tokens that `trim` can take back after evictions; as many more rows are kept aside
+    metal: bool  # whole blocks are scored and evicted by the Metal kernels
+    warm_up: int = 0  # rows kept without evicting while a method gathers what it needs to score; 0 when it is over
+    unscored: int = 0  # the last so many used rows have no rank yet: only while the rows are all tokens, in order
+
+    @property
+    def most_kept(self) -> int:
+        """Most rows that `kept_rows` shows: the budget, once the method can score."""
+        return max(self.budget, self.warm_up)
+
+    @property
+    def limit(self) -> int:
+        """Most rows held after an eviction: the kept ones and those kept aside for a rollback."""
+        return self.most_kept + self.rollback
+
+    @property
+    def protected(self) -> int:
+        """The recent window that evictions honour; a rollback of r tokens moves the window back by r."""
+        return self.recent + self.rollback
+
+
+def init_store(
+    batch: int,
+    n_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None,
+    dtype: mx.Dtype,
+    *,
+    budget: int,
+    n_sink: int,
+    recent: int,
+    rollback: int = 0,
+    use_metal_kernels: bool | None = False,
+) -> Store:
+    """An empty store. Raises ValueError on counts that cannot work."""
+    budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
+    for name, value in (("batch", batch), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim)):
+        checks.whole_number(name, value, 1)
+    value_dim = head_dim if value_dim is None else checks.whole_number("value_dim", value_dim, 1)
+    return Store(
+        keys=mx.zeros((batch, n_kv_heads, 0, head_dim), dtype),
+        values=mx.zeros((batch, n_kv_heads, 0, value_dim), dtype),
+        ranks=mx.zeros((batch, n_kv_heads, 0), mx.int64),
+        offset=mx.zeros((batch,), mx.int32),
+        filled=0,
+        ordered=True,
+        seen_by_all=0,
+        budget=budget,
+        n_sink=n_sink,
+        recent=recent,
+        rollback=checks.whole_number("rollback", rollback, 0),
+        metal=resolve_metal(use_metal_kernels),
+    )
+
+
+def check_block(store: Store, keys: mx.array, values: mx.array, valid: mx.array | None) -> None:
+    """ValueError unless a block fits the store."""
+    batch, n_kv_heads, _, head_dim = store.keys.shape
+    checks.block_shapes(keys, values, batch, n_kv_heads, head_dim, store.values.shape[-1])
+    # One dtype is given for both when a state begins: the first values may bring another.
+    checks.block_dtypes(keys, values, store.keys.dtype, store.values.dtype if store.filled else values.dtype)
+    if valid is not None:
+        checks.real_tokens(valid, batch)
+
+
+def used_rows(store: Store) -> Rows:
+    """The used rows in physical order, a dead row included.
+
+    Raises ValueError while rows wait for their ranks.
+    """
+    n = store.filled
+    if store.unscored:
+        raise ValueError(
+            f"{store.unscored} rows have no rank yet; pass the state through the method's `scored` first (that of "
+            "`qfilters()` for states of qfilters_init)"
+        )
+    return Rows(keys=store.keys[:, :, :n], values=store.values[:, :, :n], ranks=store.ranks[:, :, :n])
+
+
+def kept_rows(store: Store) -> Rows:
+    """The kept rows, at most `budget`: real rows first in temporal order, padding last."""
+    return _best_rows(store, store.most_kept, store.recent)
+
+
+def held_rows(store: Store) -> Rows:
+    """The rows that an eviction leaves, at most `limit`: the kept ones and those kept aside, in the same order."""
+    return _best_rows(store, store.limit, store.protected)
+
+
+def _best_rows(store: Store, keep: int, recent: int) -> Rows:
+    rows = used_rows(store)
+    if store.filled <= keep:
+        return rows if store.ordered else in_temporal_order(rows)
+    index = select.survivors(select.competing_ranks(rows.ranks, store.offset, recent), keep)
+    if not store.ordered:  # put the indices in order first: rows move once
+        order = temporal_order(mx.take_along_axis(rows.ranks, index, axis=2))
+        index = mx.take_along_axis(index, order, axis=2)
+    return gather_rows(rows, index)
+
+
+def seen_rows(store: Store, n_tokens: int) -> Rows:
+    """The rows, in physical order, that a block of S tokens finds: for S = 1 over budget the dead row is among them."""
+    if overwrites(store, n_tokens) or store.filled <= store.most_kept:
+        return used_rows(store)
+    return kept_rows(store)
+
+
+def overwrites(store: Store, n_tokens: int) -> bool:
+    """Whether the next S tokens take the dead row's place."""
+    return n_tokens == 1 and store.rollback == 0 and store.filled == store.limit + 1

@@ -1,0 +1,131 @@
+"""CUR: what the CurDKV authors released, rows scored by their own norms within short windows.
+
+Source: the code published with "Value-Guided KV Compression for LLMs via Approximated CUR Decomposition"
+(arXiv:2509.15038). Attention plays no part: per KV head, |k_i|^2 and |v_i|^2 are each divided by their sum over the
+window of `window` consecutive tokens that token i stands in, and combined: one of them, their mean, or their product.
+Optionally the norms are those of a Gaussian sketch of keys and values (the authors take 20 columns). `curdkv` is the
+method by leverage.
+
+Differs from the release: the last window counts with its true length, where the release pads it with zeros; eviction
+goes on after the prompt, and there the rows of the unfinished window are scored anew as it fills; `recent` trailing
+rows may be protected (0 unless asked for); the sketch is seeded.
+"""
+
+import mlx.core as mx
+
+from velox_fn.engine import checks, select
+from velox_fn.engine.dynamic import land, with_scores
+from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.records import arrays, record
+from velox_fn.engine.rows import View, arriving_positions
+from velox_fn.engine.store import Store, init_store, used_rows
+from velox_fn.engine.widening import widened
+
+COMBINE = ("key", "value", "mean", "product")
+
+
+@record
+class CURState:
+    """Rows, and what the unfinished window adds up to, rows that have left it by eviction included."""
+
+    store: Store
+    key_sum: mx.array  # float32 [B,H], of |k|^2
+    value_sum: mx.array  # float32 [B,H], of |v|^2
+
+
+def cur(
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    combine: str = "product",
+    window: int = 16,
+    sketch: int | None = None,
+    seed: int = 0,
+) -> Eviction:
+    """The CUR method.
+
+    combine: "key", "value", "mean" or "product". window: tokens that are normalised together, from position 0 on.
+    sketch: columns of the Gaussian sketch whose norms stand in for those of keys and values; None takes these.
+    Raises ValueError on counts that cannot work or an unknown combination.
+    """
+    budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
+    checks.one_of("combine", combine, COMBINE)
+    checks.whole_number("window", window, 1)
+    checks.whole_number("seed", seed, 0)
+    if sketch is not None:
+        checks.whole_number("sketch", sketch, 1)
+
+    def init(
+        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
+    ) -> CURState:
+        store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent)
+        nothing = mx.zeros((batch, n_kv_heads), mx.float32)
+        return CURState(store=store, key_sum=nothing, value_sum=nothing)
+
+    def energies(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        key_draw, value_draw = mx.random.split(mx.random.key(seed))
+        return _energy(keys, sketch, key_draw), _energy(values, sketch, value_draw)
+
+    def update(
+        state: CURState,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        queries: mx.array | None = None,
+        valid: mx.array | None = None,
+    ) -> tuple[CURState, View]:
+        landed, view = land(state, keys, values, valid)
+        n_tokens = keys.shape[2]
+        first = (state.store.offset // window)[:, None, None]  # the window that is unfinished, or begins
+        arrived = arriving_positions(state.store.offset, n_tokens, valid) // window - first  # padding: below 0
+        member = (arrived[..., None] == mx.arange(n_tokens // window + 2)).astype(mx.float32)  # [B,1,S,windows]
+        rows = used_rows(landed.store)
+        at = select.rank_positions(rows.ranks) // window - first
+        shares, open_sums = [], []
+        for new, kept, open_sum in zip(
+            energies(keys, values),
+            energies(rows.keys, rows.values),
+            (state.key_sum, state.value_sum),
+            strict=True,
+        ):
+            sums = (mx.where(mx.isfinite(new), new, 0.0)[:, :, None] @ member)[:, :, 0]
+            sums = mx.concatenate([sums[..., :1] + open_sum[..., None], sums[..., 1:]], axis=-1)
+            whole = mx.take_along_axis(sums, mx.maximum(at, 0), axis=-1)
+            shares.append(kept / mx.where(whole > 0, whole, 1.0))
+            still_open = landed.store.offset[:, None, None] // window - first
+            open_sums.append(
+                mx.take_along_axis(sums, mx.broadcast_to(still_open, (*sums.shape[:2], 1)), axis=-1)[..., 0]
+            )
+        scores = mx.where(at >= 0, _combined(combine, *shares), select.rank_scores(rows.ranks))
+        store = with_scores(landed.store, scores, n_tokens)
+        settled = CURState(store=store, key_sum=open_sums[0], value_sum=open_sums[1])
+        seen_keys, seen_values = mx.depends(list(view), arrays(settled))
+        return settled, (seen_keys, seen_values)
+
+    settings = {
+        "budget": budget,
+        "n_sink": n_sink,
+        "recent": recent,
+        "combine": combine,
+        "window": window,
+        "sketch": sketch,
+        "seed": seed,
+    }
+    return Eviction(init, update, "cur", settings, static=False)
+
+
+def _energy(rows: mx.array, sketch: int | None, draw: mx.array) -> mx.array:
+    """|x|^2 float32 [B,H,n] of rows [B,H,n,D], or of their sketch."""
+    exact = widened(rows)
+    if sketch is not None:
+        exact = exact @ mx.random.normal((rows.shape[-1], sketch), key=draw)
+    return mx.square(exact).sum(-1)
+
+
+def _combined(combine: str, of_key: mx.array, of_value: mx.array) -> mx.array:
+    if combine == "product":
+        return of_key * of_value
+    if combine == "mean":
+        return (of_key + of_value) / 2
+    return of_key if combine == "key" else of_value

@@ -1,0 +1,218 @@
+"""CurDKV: keep the rows that carry most of what attention puts out, by keys and values together.
+
+Inspired by "Value-Guided KV Compression for LLMs via Approximated CUR Decomposition" (arXiv:2509.15038); what its
+authors released is `cur`. For each query, A = diag(a) V is what attention sums up, a being its weights over the rows.
+A row's score is its energy-weighted leverage in A (leverage.py), summed over the steps so far: a row that attention
+looks at, but whose value adds nothing, scores nothing.
+
+A block of S tokens stacks its S weighted blocks: they have one Gram V^T diag(sum_t a_t^2) V, so one evaluation scores
+the block, which is then evicted once. For S = 1 that is `curdkv_step`, and folding the step over the tokens is
+`granularity="token"`. The query heads that share a KV head are stacked likewise.
+
+Differs from the paper: its sampling of rows and columns is replaced by leverage scores, `n_sink` leading tokens always
+stay, the incoming keys stand in when no queries are given, and scores add up over steps. A new row starts with its own
+leverage among the rows that it joins, not with 0: it would otherwise tie with rows that are worth nothing and lose, or
+win, by its place.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import mlx.core as mx
+
+from velox_fn.directions.leverage import (
+    gram,
+    leading_directions,
+    leverage_along,
+    leverage_scores,
+    tracked_directions,
+    weighted_rows,
+)
+from velox_fn.engine import checks, landing
+from velox_fn.engine.attention import attention_mass, observe_rows
+from velox_fn.engine.dynamic import dynamic_eviction, land, updated, with_scores
+from velox_fn.engine.eviction import Eviction, Init
+from velox_fn.engine.observation_window import last_queries
+from velox_fn.engine.records import record
+from velox_fn.engine.rows import Rows, View
+from velox_fn.engine.store import Store, init_store, used_rows
+
+
+@record
+class CurDKVState:
+    """Rows and how they are scored."""
+
+    store: Store
+    rank_cap: int  # leading directions that count
+    granularity: str  # "block": a block is scored and evicted once; "token": its tokens one after the other
+    window: int | None  # a block's last queries that count; None: all
+    mean: bool  # scores are means over the tokens that a row has been there for; otherwise sums
+    basis: tuple[mx.array, ...] = ()  # float32 [B,H,D_v,2 rank_cap], leading directions of the last step, if tracked
+
+
+def curdkv_init(
+    batch: int,
+    n_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: mx.Dtype = mx.float32,
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    rank_cap: int = 16,
+    granularity: str = "block",
+    window: int | None = None,
+    mean: bool = False,
+    solver: str = "subspace",
+) -> CurDKVState:
+    """An empty state.
+
+    budget: most rows kept, sinks and recent ones included. rank_cap: leading singular directions that count.
+    granularity: "block" scores a block of tokens together, "token" one after the other (slow: a Python loop). window:
+    only the last so many queries of a block count; None counts all. mean: rank rows by their score per token that has
+    passed since they came, so that old rows do not lead by their age. solver: "eigh" finds each step's directions
+    exactly; "subspace" tracks them from one single-token step to the next where that is faster (granularity "block",
+    D_v > 4 rank_cap), and is exact for blocks.
+    Raises ValueError on counts that cannot work, an unknown granularity or solver.
+    """
+    checks.whole_number("rank_cap", rank_cap, 1)
+    checks.one_of("granularity", granularity, ("block", "token"))
+    checks.one_of("solver", solver, ("subspace", "eigh"))
+    checks.one_of("mean", mean, (False, True))
+    if window is not None:
+        checks.whole_number("window", window, 1)
+    store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent)
+    tracks = solver == "subspace" and granularity == "block" and store.values.shape[-1] > 4 * rank_cap
+    basis = (mx.zeros((batch, n_kv_heads, store.values.shape[-1], 2 * rank_cap)),) if tracks else ()
+    return CurDKVState(store=store, rank_cap=rank_cap, granularity=granularity, window=window, mean=mean, basis=basis)
+
+
+def curdkv_step(
+    state: CurDKVState,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    queries: mx.array | None = None,
+    valid: mx.array | None = None,
+) -> tuple[CurDKVState, View]:
+    """Take one token in: keys [B,H,1,D], values [B,H,1,D_v], queries [B,H_q,1,D]. As `curdkv_update`, for S = 1.
+
+    Raises ValueError when there is more than one token, or the token does not fit the state.
+    """
+    if keys.ndim == 4 and keys.shape[2] != 1:
+        raise ValueError(f"curdkv_step takes one token, got {keys.shape[2]}; use curdkv_update for a block")
+    return curdkv_update(state, keys, values, queries=queries, valid=valid)
+
+
+def curdkv_update(
+    state: CurDKVState,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    queries: mx.array | None = None,
+    valid: mx.array | None = None,
+) -> tuple[CurDKVState, View]:
+    """Take in keys [B,H,S,D] and values [B,H,S,D_v]. See `eviction.Update`.
+
+    queries [B,H_q,S,D], the groups of query heads consecutive; the keys stand in for them when there are none.
+    Raises ValueError when the block or its queries do not fit the state.
+    """
+    settled: tuple[CurDKVState, View] = updated(state, keys, values, queries, valid, land=land, observe=curdkv_observe)
+    return settled
+
+
+def curdkv_observe(
+    state: CurDKVState, queries: mx.array, scale: float | None = None, valid: mx.array | None = None
+) -> CurDKVState:
+    """Score the rows by the queries [B,H_q,S,D] of the block that has landed, then evict.
+
+    scale: of the logits; None is 1/sqrt(D). valid int32 [B]: real tokens of each row.
+    """
+    n_tokens = queries.shape[2]
+    if state.granularity == "block" or n_tokens == 1:
+        return _scored(state, queries, scale, valid)
+    store, block = _taken_off(state.store, n_tokens, valid)
+    for t in range(n_tokens):
+        one = Rows(keys=block.keys[:, :, t, None], values=block.values[:, :, t, None], ranks=block.ranks[:, :, t, None])
+        present = None if valid is None else (valid > t).astype(mx.int32)
+        landed, _ = landing.land(store, one, present)
+        state = _scored(dataclasses.replace(state, store=landed), queries[:, :, t, None], scale, present)
+        store = state.store
+    return state
+
+
+def curdkv(
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    rank_cap: int = 16,
+    granularity: str = "block",
+    window: int | None = None,
+    mean: bool = False,
+    solver: str = "subspace",
+) -> Eviction:
+    """The CurDKV method with these settings; arguments and errors as for `curdkv_init`."""
+    settings: dict[str, Any] = {
+        "budget": budget,
+        "n_sink": n_sink,
+        "recent": recent,
+        "rank_cap": rank_cap,
+        "granularity": granularity,
+        "window": window,
+        "mean": mean,
+        "solver": solver,
+    }
+
+    init: Init = functools.partial(curdkv_init, **settings)
+    init(1, 1, 1)  # refuses settings that cannot work
+    return dynamic_eviction("curdkv", init, curdkv_observe, settings)
+
+
+def _scored(state: CurDKVState, queries: mx.array, scale: float | None, valid: mx.array | None) -> CurDKVState:
+    """Add the leverage of the stacked weighted blocks of these queries to the scores, then evict once."""
+    store, n_tokens = state.store, queries.shape[2]
+    observed = observe_rows(store, queries, scale, valid)
+    counted = observed
+    if state.window is not None and state.window < n_tokens:
+        counted = last_queries(observed, store.offset, state.window, padded=valid is not None)
+    mass = attention_mass(counted, power=2)
+    leverage, basis = _leverage(state, mx.sqrt(mass), observed.rows.values, n_tokens, valid)
+    scores = observed.scores + leverage
+    if state.mean:
+        age = store.offset[:, None, None] - observed.positions
+        age_before = mx.maximum(age - (n_tokens if valid is None else valid[:, None, None]), 0)
+        scores = (observed.scores * age_before + leverage) / age
+    return dataclasses.replace(state, store=with_scores(store, scores, n_tokens), basis=basis)
+
+
+def _leverage(
+    state: CurDKVState, weights: mx.array, values: mx.array, n_tokens: int, valid: mx.array | None
+) -> tuple[mx.array, tuple[mx.array, ...]]:
+    """Leverage float32 [B,H,n], and the directions to start from next time."""
+    if not state.basis:
+        return leverage_scores(weights, values, state.rank_cap), ()
+    weighted = weighted_rows(weights, values)
+    matrix, (before,) = gram(weighted), state.basis
+    basis = tracked_directions(matrix, before) if n_tokens == 1 else leading_directions(matrix, before.shape[-1])
+    if valid is not None:  # a sequence of which the block holds padding alone has shown no direction
+        basis = mx.where((valid > 0)[:, None, None, None], basis, before)
+    return leverage_along(weighted, basis[..., -state.rank_cap :]), (basis,)
+
+
+def _taken_off(store: Store, n_tokens: int, valid: mx.array | None) -> tuple[Store, Rows]:
+    """`store` as it was before the S > 1 tokens that landed last, and these."""
+    n = store.filled - n_tokens
+    rows = used_rows(store)
+    before = dataclasses.replace(
+        store,
+        keys=rows.keys[:, :, :n],
+        values=rows.values[:, :, :n],
+        ranks=rows.ranks[:, :, :n],
+        offset=store.offset - (n_tokens if valid is None else valid),
+        filled=n,
+        seen_by_all=store.seen_by_all - (n_tokens if valid is None else 0),
+    )
+    return before, Rows(keys=rows.keys[:, :, n:], values=rows.values[:, :, n:], ranks=rows.ranks[:, :, n:])

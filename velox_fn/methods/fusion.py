@@ -1,0 +1,186 @@
+"""Fusion: score rows by several static scores together, each in units of its own spread.
+
+This project's own; no paper. A row scores
+
+    s_i = sum over terms t of  w_t (s_t,i - m_t) / d_t        (combine="sum"; "max": the largest of them)
+
+where s_t is the score of a static method (`scorers.SCORERS`), and m_t and d_t its mean and standard deviation over the
+rows of calibration text, per KV head. Default, by what was measured (docs/fusion.md): the projection of Q-Filters, the
+difference of KeyDiff, and the size of the value, which no score of keys can see.
+
+Each part is computed once, from the row alone, so the whole is static: the kept set is the same however tokens are
+split into calls, and a step costs what one score costs, or little more. docs/fusion.md has the derivation.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+
+from velox_fn.engine import checks
+from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.fused_evict import resolve_metal
+from velox_fn.engine.scorers import METAL_SUMS, MLX_SUMS, SCORERS, head_by_head
+from velox_fn.engine.select import Scores
+from velox_fn.engine.static import Params, Score, static_eviction
+from velox_fn.engine.widening import widened
+
+TERMS = "projection+key_difference+value_norm"
+COMBINE = "sum"
+PER_TERM = ("weights", "means", "deviations")
+"""The arguments [H,T] that have a column for each term."""
+
+_OFF = MappingProxyType({"max": -3e38, "sum": 0.0})
+"""What a term counts that is left out. Finite: a row that no term scores still beats one that is not finite."""
+
+
+def fusion(
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    terms: str | tuple[str, ...] = TERMS,
+    combine: str = COMBINE,
+    filters: mx.array | None = None,
+    mean_keys: mx.array | None = None,
+    weights: mx.array | None = None,
+    means: mx.array | None = None,
+    deviations: mx.array | None = None,
+    rollback: int = 0,
+    use_metal_kernels: bool | None = None,
+) -> Eviction:
+    """The fusion of static scores. `install` brings the arrays from a calibration.
+
+    terms: names of `scorers.SCORERS`, joined by +, or as a tuple. combine: "max" or "sum". filters, mean_keys: float32
+    [H, D], for the terms that take them (projection; key_difference). means, deviations: float32 [H, T] over
+    calibration text, and weights, ones by default, a column for each term in order. A term with weight 0, or whose
+    deviation is 0, is left out for that head.
+
+    Raises ValueError on counts that cannot work, unknown terms or combination, and arrays that are not finite, do not
+    fit each other, or that no term takes. Arrays that are missing are an error when a state begins.
+    """
+    names = term_names(terms)
+    checks.one_of("combine", combine, ("max", "sum"))
+    given = {
+        "filters": filters,
+        "mean_keys": mean_keys,
+        "means": means,
+        "deviations": deviations,
+        "weights": weights,
+    }
+    params = _checked_arrays(names, {name: array for name, array in given.items() if array is not None})
+    wanted = arrays_taken(names)
+    missing = [name for name in wanted if name not in params]
+    metal = resolve_metal(use_metal_kernels)
+    plain = static_eviction(
+        "fusion",
+        _fused(names, combine, metal),
+        budget=budget,
+        n_sink=n_sink,
+        recent=recent,
+        rollback=rollback,
+        use_metal_kernels=use_metal_kernels,
+        params={} if missing else _score_params(names, params),
+        settings={"terms": "+".join(names), "combine": combine},
+    )
+    if not missing:
+        return dataclasses.replace(plain, params=params)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError(
+            f"fusion of {' and '.join(names)} needs {', '.join(missing)}, which come from a calibration: run `velox "
+            "calibrate`, and give what it makes as filters= to install, or --filters"
+        )
+
+    return dataclasses.replace(plain, init=refuse, params=params)
+
+
+def term_names(terms: str | Sequence[str]) -> tuple[str, ...]:
+    """The terms one by one. Raises ValueError when there is none, or one is unknown or named twice."""
+    names = tuple(terms.split("+")) if isinstance(terms, str) else tuple(terms if isinstance(terms, Sequence) else ())
+    if not names or len(set(names)) < len(names) or any(name not in SCORERS for name in names):
+        raise ValueError(
+            f"terms must be different names among {', '.join(SCORERS)}, joined by +, such as {TERMS}; got {terms!r}"
+        )
+    return names
+
+
+def arrays_taken(names: Sequence[str]) -> tuple[str, ...]:
+    """The calibrated arguments that a fusion of these terms cannot do without."""
+    return (*dict.fromkeys(name for term in names for name in SCORERS[term].takes), "means", "deviations")
+
+
+def _checked_arrays(names: Sequence[str], given: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    n_heads = {}
+    for name, array in given.items():
+        per_term = name in PER_TERM
+        checks.finite_matrix(name, array, "[n_kv_heads, terms]" if per_term else "[n_kv_heads, head_dim]")
+        if name not in (*arrays_taken(names), "weights"):
+            raise ValueError(f"{name} is taken by none of the terms {', '.join(names)}; leave it out")
+        if per_term and array.shape[1] != len(names):
+            raise ValueError(
+                f"{name} must be [n_kv_heads, terms], with a column for each of {', '.join(names)}, got shape "
+                f"{tuple(array.shape)}"
+            )
+        if name in ("weights", "deviations") and (array < 0).any().item():
+            raise ValueError(f"{name} must not be negative; 0 leaves a term out")
+        if name == "weights" and (array == 0).all(axis=1).any().item():
+            raise ValueError("weights must not leave every term of a head out: nothing would score its rows")
+        n_heads[name] = array.shape[0]
+    if len(set(n_heads.values())) > 1:
+        raise ValueError(f"the arrays must have one row for each KV head of one layer, got {n_heads}")
+    return {name: array.astype(mx.float32) for name, array in given.items()}
+
+
+def _score_params(names: Sequence[str], params: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """What the score function reads: the terms' directions [H,D], then of each term its centre and its spread [H]."""
+    directions = {name: params[name] for name in arrays_taken(names) if name not in PER_TERM}  # in the terms' order
+    moments: dict[str, mx.array] = {}
+    for t, name in enumerate(names):
+        spread = params["deviations"][:, t]
+        if "weights" in params:
+            weight = params["weights"][:, t]
+            spread = mx.where(weight > 0, spread / mx.where(weight > 0, weight, 1.0), 0.0)
+        moments |= {f"centre of {name}": params["means"][:, t], f"spread of {name}": spread}
+    return directions | moments
+
+
+@functools.cache
+def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
+    # One function object for each form, since compiled steps are kept by their score function.
+    sums = METAL_SUMS if metal else MLX_SUMS
+    directions = list(dict.fromkeys(name for term in names for name in SCORERS[term].takes))
+    seen_by = {part: [t for t, name in enumerate(names) if part in SCORERS[name].reads] for part in ("keys", "values")}
+
+    def fused_scores(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
+        exact = widened(keys)  # once for all terms
+        scores = []
+        for name in names:
+            own = tuple(params[directions.index(taken)] for taken in SCORERS[name].takes)
+            scores.append(SCORERS[name].score(exact, values, positions, own, sums))
+        moments = params[len(directions) :]
+        fused = _combined(combine, [_in_units(*term) for term in zip(scores, moments[::2], moments[1::2], strict=True)])
+        for t in {terms[0] for terms in seen_by.values() if terms}:
+            fused = fused + 0 * scores[t]  # or NaN where a row is not finite, also where this term is left out
+        return fused
+
+    def _in_units(scores: mx.array, centre: mx.array, spread: mx.array) -> mx.array:
+        # A quotient, and no product: a sum of products might be contracted into a fused multiply-add, and the bits of a
+        # compiled step would differ from those of a block.
+        on = spread > 0
+        return mx.where(on, (scores - centre) / mx.where(on, spread, 1.0), _OFF[combine])
+
+    def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+        unseen = tuple(rows for part, rows in (("keys", keys), ("values", values)) if not seen_by[part])
+        if metal:
+            return Scores(fused_scores(keys, values, positions, params), unseen)
+        return Scores(head_by_head(fused_scores, keys, values, positions, params), unseen)
+
+    return score
+
+
+def _combined(combine: str, units: Sequence[mx.array]) -> mx.array:
+    return functools.reduce(mx.maximum if combine == "max" else mx.add, units)

@@ -1,0 +1,87 @@
+"""H2O: keep the rows that attention has looked at most, and the most recent ones.
+
+Source: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (arXiv:2306.14048),
+section 4: a row's score is the attention weight it received, summed over all queries so far.
+
+Differs from the paper: `grace` recent rows are protected where the paper splits the budget in half; `n_sink` leading
+tokens always stay; a block is scored by all its queries and evicted once; a new row starts with the weight its own
+block gives it; positions stay true unless `renumber=True`, under which attention sees the rows as the authors' code
+places them, without gaps.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from velox_fn.engine import checks
+from velox_fn.engine.attention import attention_mass, observe_rows
+from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, land, rescore
+from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.renumber import gap_free, gap_free_view, renumbering
+from velox_fn.engine.rope import RopeSpec
+from velox_fn.engine.rows import View
+
+
+def h2o(
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    grace: int = 16,
+    renumber: bool = False,
+    rope: RopeSpec | Mapping[str, Any] | None = None,
+    rope_base: float | None = None,
+) -> Eviction:
+    """The H2O method.
+
+    grace: trailing rows that cannot be evicted. renumber: show attention the kept rows at positions
+    offset - n ... offset - 1; needs `rope`, the model's rotary embedding (install reads it), whose base `rope_base`
+    overrides.
+    Raises ValueError on counts that cannot work, when `rope` is missing, or when it has no base to override.
+    """
+    budget, n_sink, grace = checks.row_limits(budget, n_sink, grace, recent_name="grace")
+    spec = renumbering(renumber, rope, rope_base)
+
+    init = dynamic_init(budget=budget, n_sink=n_sink, recent=grace)
+    settings = {
+        "budget": budget,
+        "n_sink": n_sink,
+        "grace": grace,
+        "renumber": renumber,
+        "rope": None if spec is None else spec.plain(),
+    }
+    return dynamic_eviction(
+        "h2o",
+        init,
+        functools.partial(h2o_observe, rope=spec),
+        settings,
+        land=land if spec is None else functools.partial(_land_gap_free, spec),
+    )
+
+
+def h2o_observe(
+    state: DynamicState,
+    queries: mx.array,
+    scale: float | None = None,
+    valid: mx.array | None = None,
+    rope: RopeSpec | None = None,
+) -> DynamicState:
+    """Add the attention mass of the block's queries [B,H_q,S,D] to the rows' scores, then evict.
+
+    With `rope` the mass is that on rows without gaps, as the view showed them.
+    """
+    observed = attended = observe_rows(state.store, queries, scale, valid)
+    if rope is not None:
+        keys = gap_free(observed.rows.keys, observed.positions, state.store.offset, rope)
+        attended = dataclasses.replace(observed, rows=dataclasses.replace(observed.rows, keys=keys))
+    scores = observed.scores + attention_mass(attended)
+    return dataclasses.replace(state, store=rescore(state.store, observed, scores))
+
+
+def _land_gap_free(
+    rope: RopeSpec, state: DynamicState, keys: mx.array, values: mx.array, valid: mx.array | None = None
+) -> tuple[DynamicState, View]:
+    landed, view = land(state, keys, values, valid)
+    return landed, gap_free_view(state.store, landed.store, view, keys.shape[2], valid, rope)

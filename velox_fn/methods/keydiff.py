@@ -1,0 +1,78 @@
+"""KeyDiff: keep the keys that are least like the mean key.
+
+Source: "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained
+Environments" (arXiv:2504.15364), section 3: with the mean m of the cached keys, each of unit norm, a row scores
+
+    s_i = -cos(m, k_i)
+
+Two forms. As in the paper, m is the mean over the cache as it stands (kept rows and the new block), taken anew with
+each call: every score moves. With `mean_keys`, calibrated on text, m is fixed: a row is scored once, and the kept set
+does not depend on how tokens are split into calls.
+
+Differs from the paper: `n_sink` leading tokens always stay; `recent` trailing ones may (0 unless asked for); rows that
+are not finite are left out of the mean. A calibrated mean is this project's, not the paper's.
+"""
+
+import dataclasses
+
+import mlx.core as mx
+
+from velox_fn.engine import checks, select
+from velox_fn.engine.dynamic import DynamicState, dynamic_init, land, with_scores
+from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.landing import tied
+from velox_fn.engine.rows import View
+from velox_fn.engine.scorers import MLX_SUMS, minus_cosine, unit_keys
+from velox_fn.engine.select import Scores
+from velox_fn.engine.static import Params, static_eviction
+from velox_fn.engine.store import used_rows
+
+
+def keydiff(
+    *, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int = 0, mean_keys: mx.array | None = None
+) -> Eviction:
+    """The KeyDiff method. `mean_keys`: float32 [H, D], the calibrated mean key direction of each KV head.
+
+    Raises ValueError on counts that cannot work, when `mean_keys` is not a finite 2-D array, or when a rollback is
+    asked for without it: the running mean cannot be taken back.
+    """
+    if mean_keys is not None:
+        checks.finite_matrix("mean_keys", mean_keys, "[n_kv_heads, head_dim]")
+        return static_eviction(
+            "keydiff",
+            _difference,
+            budget=budget,
+            n_sink=n_sink,
+            recent=recent,
+            rollback=rollback,
+            params={"mean_keys": mean_keys},
+        )
+    if rollback:
+        raise ValueError(f"rollback={rollback} needs mean_keys: without them every new key changes all scores")
+    budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
+
+    init = dynamic_init(budget=budget, n_sink=n_sink, recent=recent)
+    settings = {"budget": budget, "n_sink": n_sink, "recent": recent}
+    return Eviction(init, _running_update, "keydiff", settings, static=False)
+
+
+def _running_update(
+    state: DynamicState,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    queries: mx.array | None = None,
+    valid: mx.array | None = None,
+) -> tuple[DynamicState, View]:
+    landed, view = land(state, keys, values, valid)
+    rows = used_rows(landed.store)
+    positions = select.rank_positions(rows.ranks)
+    unit = unit_keys(rows.keys)
+    counted = mx.isfinite(unit) & (positions >= 0)[..., None]
+    mean = mx.where(counted, unit, 0.0).sum(axis=2)  # but for its length, which orders nothing
+    store = with_scores(landed.store, minus_cosine(rows.keys, mean, MLX_SUMS), keys.shape[2])
+    return dataclasses.replace(landed, store=store), tied(view, store)
+
+
+def _difference(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+    return Scores(minus_cosine(keys, params[0], MLX_SUMS), unseen=(values,))

@@ -1,0 +1,194 @@
+"""Q-Filters: keep the keys that project highest onto the direction in which a head's queries drift.
+
+Source: "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression" (arXiv:2503.02812), section 3.2.
+A row scores sign * <f_h, k>, where f_h is the head's filter, calibrated offline from queries (`compute_qfilters`, paper
+equation 1).
+
+Differs from the paper: `n_sink` leading tokens always stay; `recent` trailing ones may (0, as in the paper, unless
+asked for); a whole block is evicted once, after it has attended (the kept set is the same in any split); without
+calibrated filters the direction is estimated from the first `calib_tokens` keys, which finds an axis but not the end of
+it that matters: that fallback's sign is arbitrary, and `sign=-1` is a real alternative there.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+
+from velox_fn.directions.key_svd import warm_up
+from velox_fn.engine import checks
+from velox_fn.engine.eviction import Eviction, Init
+from velox_fn.engine.records import record, replaced
+from velox_fn.engine.rows import View
+from velox_fn.engine.scorers import metal_projection, projection_terms
+from velox_fn.engine.select import Scores
+from velox_fn.engine.static import Params, Score, per_row, scored, static_update
+from velox_fn.engine.store import Store, init_store
+
+
+@record
+class QFiltersState:
+    """Rows and the filters that score them."""
+
+    store: Store
+    filters: mx.array  # float32 [B,H,D], unit norm; zeros where the fallback has not frozen one yet
+    sign: int  # +1: high projections stay; -1: low ones
+    calib_tokens: int  # keys that the fallback estimates a filter from; 0 with calibrated filters
+
+    @property
+    def frozen(self) -> bool:
+        """Whether every sequence has its filter."""
+        return self.store.seen_by_all >= self.calib_tokens
+
+
+def qfilters_init(
+    batch: int,
+    n_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: mx.Dtype = mx.float32,
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    sign: int = 1,
+    calib_tokens: int = 128,
+    filters: mx.array | None = None,
+    rollback: int = 0,
+    use_metal_kernels: bool | None = None,
+) -> QFiltersState:
+    """An empty state.
+
+    budget: most rows kept, sinks and recent ones included. filters: float32 [H, D], one per KV head; None takes the
+    key-SVD fallback, which keeps every row, over budget too, until it has seen `calib_tokens` keys.
+    Raises ValueError on counts that cannot work, a sign other than +-1, or filters that are not finite or do not fit
+    the heads.
+    """
+    if filters is not None:
+        checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
+    return _init(
+        batch,
+        n_kv_heads,
+        head_dim,
+        value_dim,
+        dtype,
+        sign=sign,
+        calib_tokens=calib_tokens,
+        filters=filters,
+        budget=budget,
+        n_sink=n_sink,
+        recent=recent,
+        rollback=rollback,
+        use_metal_kernels=use_metal_kernels,
+    )
+
+
+def _init(
+    batch: int,
+    n_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    dtype: mx.Dtype = mx.float32,
+    *,
+    sign: int,
+    calib_tokens: int,
+    filters: mx.array | None,
+    **limits: Any,
+) -> QFiltersState:
+    # Looks at no array, so that a cache that begins does not wait for the device.
+    checks.one_of("sign", sign, (1, -1))
+    checks.whole_number("calib_tokens", calib_tokens, 2)
+    store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, **limits)
+    if filters is None:
+        return QFiltersState(
+            store=dataclasses.replace(store, warm_up=calib_tokens),
+            filters=mx.zeros((batch, n_kv_heads, head_dim), mx.float32),
+            sign=sign,
+            calib_tokens=calib_tokens,
+        )
+    checks.fits_heads("filters", filters, n_kv_heads, head_dim)
+    return QFiltersState(store=store, filters=per_row(filters.astype(mx.float32), batch), sign=sign, calib_tokens=0)
+
+
+def qfilters_update(
+    state: QFiltersState,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    queries: mx.array | None = None,
+    valid: mx.array | None = None,
+) -> tuple[QFiltersState, View]:
+    """Take in keys [B,H,S,D] and values [B,H,S,D_v]; `queries` is not used. See `eviction.Update`.
+
+    Raises ValueError when the block does not fit the state.
+    """
+    score = _SCORES[state.store.metal, state.sign]
+    if state.frozen:
+        store, view = static_update(state.store, keys, values, score, (state.filters,), valid)
+        return replaced(state, store=store), view
+    store, filters, view = warm_up(state.store, state.filters, keys, values, valid, score, state.calib_tokens)
+    return replaced(state, store=store, filters=filters), view
+
+
+def qfilters(
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    sign: int = 1,
+    calib_tokens: int = 128,
+    filters: mx.array | None = None,
+    rollback: int = 0,
+    use_metal_kernels: bool | None = None,
+) -> Eviction:
+    """The Q-Filters method with these settings; arguments and errors as for `qfilters_init`."""
+    settings: dict[str, Any] = {
+        "budget": budget,
+        "n_sink": n_sink,
+        "recent": recent,
+        "rollback": rollback,
+        "sign": sign,
+        "calib_tokens": calib_tokens,
+    }
+    n_kv_heads, head_dim = 1, 1
+    if filters is not None:
+        checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
+        n_kv_heads, head_dim = filters.shape
+    init: Init = functools.partial(_init, **settings, filters=filters, use_metal_kernels=use_metal_kernels)
+    init(1, n_kv_heads, head_dim)  # refuses settings that cannot work
+    params = {} if filters is None else {"filters": filters}
+    return Eviction(init, qfilters_update, "qfilters", settings, params, scored=_scored)
+
+
+def _scored(state: QFiltersState) -> QFiltersState:
+    score = _SCORES[state.store.metal, state.sign]
+    return replaced(state, store=scored(state.store, score, (state.filters,)))
+
+
+def _projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+    return Scores(projection_terms(keys, params[0]), unseen=(values,))
+
+
+def _metal_projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+    return Scores(metal_projection(keys, values, params[0], positions), unseen=())
+
+
+def _negated(score: Score) -> Score:
+    def negated(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+        scores = score(keys, values, positions, params)
+        return dataclasses.replace(scores, terms=-scores.terms)
+
+    return negated
+
+
+_SCORES: Mapping[tuple[bool, int], Score] = MappingProxyType(
+    {
+        (False, 1): _projection,
+        (False, -1): _negated(_projection),
+        (True, 1): _metal_projection,
+        (True, -1): _negated(_metal_projection),
+    }
+)

@@ -1,0 +1,67 @@
+"""Random eviction: keep rows by lot, the floor that any informed method must beat.
+
+A row's score is a hash of (seed, layer, head, position), uniform in [0, 1). It does not depend on what else is in the
+batch or on how the tokens were split into calls, so a run can be repeated and the kept set is chunk-invariant.
+"""
+
+import functools
+from typing import TypeVar
+
+import mlx.core as mx
+
+from velox_fn.engine import checks
+from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.select import Scores
+from velox_fn.engine.static import Params, Score, static_eviction
+
+_ALL = 0xFFFFFFFF
+_Bits = TypeVar("_Bits", int, mx.array)  # an array of uint32
+
+
+def random_eviction(
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    seed: int = 0,
+    layer: int = 0,
+    first_head: int = 0,
+    rollback: int = 0,
+) -> Eviction:
+    """The random method. `layer` makes layers draw apart. ValueError on counts that cannot work.
+
+    first_head: the index, among the layer's KV heads, of the first one that this cache holds; not 0 where a model's
+    heads are spread over machines. seed, layer, first_head: whole numbers below 2^32.
+    """
+    for name, value in (("seed", seed), ("layer", layer), ("first_head", first_head)):
+        if checks.whole_number(name, value, 0) >= 2**32:
+            raise ValueError(f"{name} must be below 2**32, got {value}")
+    return static_eviction(
+        "random",
+        _lot(seed, layer, first_head),
+        budget=budget,
+        n_sink=n_sink,
+        recent=recent,
+        rollback=rollback,
+        settings={"seed": seed, "layer": layer, "first_head": first_head},
+    )
+
+
+@functools.cache
+def _lot(seed: int, layer: int, first_head: int) -> Score:
+    # One function object per (seed, layer, first_head), since compiled steps are kept by their score function.
+    def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+        heads = range(first_head, first_head + keys.shape[1])
+        of_head = mx.array([_mixed(_mixed(_mixed(seed) ^ layer) ^ head) for head in heads], mx.uint32)  # a constant
+        drawn = _mixed(of_head[:, None] ^ positions.astype(mx.uint32))
+        uniform = (drawn >> 8).astype(mx.float32) * 2.0**-24  # 24 bits: exact in float32
+        return Scores(uniform, unseen=(keys, values))
+
+    return score
+
+
+def _mixed(bits: _Bits) -> _Bits:
+    """Each number of 32 bits sent to another one, as MurmurHash3 finishes; one to one: positions never collide."""
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _ALL
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _ALL
+    return bits ^ (bits >> 16)

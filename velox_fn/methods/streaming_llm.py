@@ -1,0 +1,65 @@
+"""StreamingLLM: keep the first tokens and the last ones.
+
+Source: "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453), section 3.2: `n_sink` leading
+tokens and the most recent `budget - n_sink` stay, so a row scores its position.
+
+Differs from the paper: a whole block attends to all kept rows before any leaves; positions stay true unless
+`renumber=True`, under which attention sees the rows as the paper places them, without a gap between sinks and window.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.renumber import gap_free_view, renumbering
+from velox_fn.engine.rope import RopeSpec
+from velox_fn.engine.rows import View
+from velox_fn.engine.select import Scores
+from velox_fn.engine.static import Params, StaticState, static_eviction
+
+_FIRST_NORMAL = 0x00800000  # bits of the smallest float32 that no backend flushes to zero
+
+
+def streaming_llm(
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    renumber: bool = False,
+    rope: RopeSpec | Mapping[str, Any] | None = None,
+    rollback: int = 0,
+) -> Eviction:
+    """The StreamingLLM method.
+
+    renumber: show attention the kept rows at positions offset - n ... offset - 1; needs `rope`, the model's rotary
+    embedding (install reads it). Raises ValueError on counts that cannot work, or when `rope` is missing.
+    """
+    spec = renumbering(renumber, rope)
+    plain = static_eviction("streaming_llm", _recency, budget=budget, n_sink=n_sink, recent=0, rollback=rollback)
+
+    def update(
+        state: StaticState,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        queries: mx.array | None = None,
+        valid: mx.array | None = None,
+    ) -> tuple[StaticState, View]:
+        if valid is not None:  # asks for the ranks of every row, here as in the update
+            state = plain.scored(state)
+        after, view = plain.update(state, keys, values, valid=valid)
+        if spec is not None:
+            view = gap_free_view(state.store, after.store, view, keys.shape[2], valid, spec)
+        return after, view
+
+    settings = {name: value for name, value in plain.settings.items() if name != "recent"}
+    settings |= {"renumber": renumber, "rope": None if spec is None else spec.plain()}
+    return dataclasses.replace(plain, update=update, settings=settings)
+
+
+def _recency(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+    # Float32 counts to 2^24 only. Positive floats are ordered as their bits are, so a position becomes bits instead.
+    scores = (positions + _FIRST_NORMAL).view(mx.float32)
+    return Scores(mx.broadcast_to(scores, keys.shape[:3]), unseen=(keys, values))

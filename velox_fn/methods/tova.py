@@ -1,0 +1,39 @@
+"""TOVA: keep the rows that the last query looks at most.
+
+Source: "Transformers are Multi-State RNNs" (arXiv:2401.06104), section 3.2: a row's score is the attention weight that
+the newest query gives it, averaged over the heads of the layer; all heads keep the same tokens.
+
+Differs from the paper: a block is scored by its last query and evicted once, where the paper goes token by token;
+`n_sink` leading tokens always stay (a token is not protected for being new, as in the paper); a row that is not finite
+in one head leaves all of them.
+"""
+
+import dataclasses
+
+import mlx.core as mx
+
+from velox_fn.engine import checks
+from velox_fn.engine.attention import attention_mass, observe_rows
+from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
+from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.observation_window import last_queries
+
+
+def tova(*, budget: int = 512, n_sink: int = 4) -> Eviction:
+    """The TOVA method. ValueError on counts that cannot work."""
+    budget, n_sink, _ = checks.row_limits(budget, n_sink, 0)
+
+    init = dynamic_init(budget=budget, n_sink=n_sink, recent=0)
+    return dynamic_eviction("tova", init, tova_observe, {"budget": budget, "n_sink": n_sink})
+
+
+def tova_observe(
+    state: DynamicState, queries: mx.array, scale: float | None = None, valid: mx.array | None = None
+) -> DynamicState:
+    """Score the rows by the attention of the block's last query, of [B,H_q,S,D], then evict."""
+    observed = observe_rows(state.store, queries, scale, valid)
+    last = last_queries(observed, state.store.offset, 1, padded=valid is not None)
+    weights = attention_mass(last).sum(axis=1, keepdims=True) / queries.shape[1]
+    unsound = (observed.scores == -mx.inf).any(axis=1, keepdims=True)
+    scores = mx.broadcast_to(mx.where(unsound, -mx.inf, weights), observed.scores.shape)
+    return dataclasses.replace(state, store=rescore(state.store, observed, scores))
