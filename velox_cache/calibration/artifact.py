@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from velox_cache.calibration.folders import check_folder_of
 from velox_cache.calibration.fusion_choice import FusionChoice
 from velox_cache.calibration.statistics import LayerStatistics
+from velox_cache.folders import check_folder_of
 
 FORMAT_VERSION = 3  # 1: filters only; 2: no moments of static scores
 POST_ROPE = "post-rope"

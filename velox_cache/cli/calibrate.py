@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from velox_cache.calibration.folders import check_folder_of
 from velox_cache.cli.model_argument import (
     add_model_argument,
     add_model_id_argument,
@@ -22,6 +21,7 @@ from velox_cache.cli.model_argument import (
 )
 from velox_cache.cli.stdin import text_from_stdin
 from velox_cache.distributed.launcher import launched_rank
+from velox_cache.folders import check_folder_of
 
 if TYPE_CHECKING:
     import mlx.nn as nn
