@@ -261,12 +261,12 @@ class EvictingKVCache:
         right_padding: Sequence[int] | None = None,
     ) -> None:
         """Announce a prefill padded on the right, with these numbers of real tokens. Left padding is refused."""
-        if left_padding is not None and max(left_padding) > 0:
+        if left_padding is not None and any(padding > 0 for padding in left_padding):
             raise ValueError(
                 f"left_padding={list(left_padding)} is not supported: positions of an evicting cache start at 0 for "
                 "every row; pad on the right and give lengths, as mlx_lm's batch generator does"
             )
-        if lengths is not None and right_padding is not None and max(right_padding) > 0:
+        if lengths is not None and right_padding is not None and any(padding > 0 for padding in right_padding):
             if len(lengths) != len(self._rows.offsets):
                 raise ValueError(f"lengths has {len(lengths)} entries for a batch of {len(self._rows.offsets)} rows")
             counts = tuple(checks.whole_number(f"lengths[{i}]", length, 0) for i, length in enumerate(lengths))
