@@ -96,10 +96,19 @@ class EvictingKVCache:
         return tied
 
     def keys_and_values(self) -> View:
-        """The last view again, for layers that share another layer's cache, until `state` is read."""
-        if self._view is None:
-            raise ValueError("this cache has no view: call update_and_fetch first")
-        return self._view
+        """The last view again, for layers that share another layer's cache.
+
+        Reading `state` lets go of the view. While nothing was evicted it can be had again; afterwards ValueError.
+        """
+        if self._view is not None:
+            return self._view
+        store = self._rows.store
+        if self._has_evicted:
+            raise ValueError(
+                "the view of the last call is gone, since the cache's state was read or changed, and some of its rows "
+                "were evicted; read it between update_and_fetch and that"
+            )
+        return store.keys[:, :, : store.filled], store.values[:, :, : store.filled]
 
     @property
     def keys(self) -> mx.array | None:
