@@ -291,3 +291,21 @@ def test_a_pickled_batch_and_a_named_form_stay_what_they_are() -> None:
     assert type(again) is vc.QFiltersKVCache
     assert (again.offset.tolist(), again.size(), again.nbytes) == ([60, 60], 40, 2 * again.extract(0).nbytes)
     assert again.record.store.keys.dtype == mx.bfloat16
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_caches_of_one_method_share_nothing_that_changes(name: str) -> None:
+    method = small(name).method
+    calls = [30, 1, 20, 1, 1]
+
+    def read(cache: vc.EvictingKVCache, seed: int) -> list[np.ndarray]:
+        return [np.array(rows) for n in calls for rows in cache.update_and_fetch(*block(n, seed + n))]
+
+    one, other = vc.EvictingKVCache(method), vc.EvictingKVCache(method)
+    seen: dict[int, list[np.ndarray]] = {100: [], 200: []}
+    for n in calls:  # in turns
+        for cache, seed in ((one, 100), (other, 200)):
+            seen[seed].extend(np.array(rows) for rows in cache.update_and_fetch(*block(n, seed + n)))
+    for seed, views in seen.items():
+        for view, alone in zip(views, read(small(name), seed), strict=True):
+            np.testing.assert_array_equal(view, alone)
