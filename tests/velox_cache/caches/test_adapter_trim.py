@@ -36,11 +36,12 @@ def assert_same(one, other):
     rollback=st.integers(1, 5),
     rounds=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=10),
     prompt=st.sampled_from([3, 12, 13, 17, 40]),
+    source=st.sampled_from([{"filters": FILTERS}, *({"filters": None, "calib_tokens": n} for n in (8, 15, 19, 41))]),
 )
-@settings(max_examples=40)
-def test_rollback_equals_having_seen_only_the_accepted_tokens(recent, rollback, rounds, prompt):
+@settings(max_examples=80)
+def test_rollback_equals_having_seen_only_the_accepted_tokens(recent, rollback, rounds, prompt, source):
     # As speculative decoding does: draft some tokens, take the refused ones back, go on.
-    speculating = cache(recent=recent, rollback=rollback)
+    speculating = cache(recent=recent, rollback=rollback, **source)
     accepted = list(range(prompt))
     feed(speculating, accepted)
     drawn = prompt
@@ -51,7 +52,7 @@ def test_rollback_equals_having_seen_only_the_accepted_tokens(recent, rollback, 
         feed(speculating, draft)
         assert speculating.trim(refused) == refused
         accepted += draft[: drafted - refused]
-        plain = cache(recent=recent, rollback=rollback)
+        plain = cache(recent=recent, rollback=rollback, **source)
         feed(plain, accepted)
         assert_same(speculating, plain)
 
