@@ -56,6 +56,8 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
                 done.append((work(), None))
         except Exception as error:
             done.append((None, error))
+        finally:
+            mx.clear_streams()  # one that outlives its thread may abort the process when it ends
 
     thread = threading.Thread(target=run)
     thread.start()
