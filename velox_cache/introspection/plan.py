@@ -128,4 +128,9 @@ def _refusal(model: nn.Module, caches: Sequence[Any]) -> str | None:
         )
     if any(getattr(module, "block_sparse", False) for module in modules):
         return "attention picks blocks of rows by their place (block-sparse), which evictions shift"
+    if any("kv_reuse_layers" in module for module in modules):
+        return (
+            "layers that read the last layer's rows take their number for the position of their queries, and evictions "
+            "lower it"
+        )
     return None

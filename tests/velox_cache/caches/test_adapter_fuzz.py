@@ -174,14 +174,14 @@ class CacheMachine(RuleBasedStateMachine):
     def trim(self, n_tokens):
         offsets = [oracle.offset for oracle in self.rows]
         n_tokens = min(n_tokens, min(offsets))
-        intact = all(offset <= max(self.budget, self.calib_tokens - 1) for offset in offsets)
+        whole = max(self.budget, self.calib_tokens - 1)  # tokens up to which nothing is evicted
+        intact = max(offsets) <= whole
         try:
             taken = self.cache.trim(n_tokens)
         except ValueError:
             assert self.rollback
             assert not intact
-            crosses_the_freeze = any(offset - n_tokens < self.calib_tokens for offset in offsets)
-            assert n_tokens > self.credit or crosses_the_freeze
+            assert n_tokens > self.credit
             return
         if self.cache.empty() or (self.rollback == 0 and not intact):
             assert taken == 0
@@ -189,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert taken == n_tokens
         for oracle in self.rows:
             oracle.forget(n_tokens)
-        self.credit = max(0, self.credit - n_tokens)
+        self.credit = self.rollback if max(offsets) - n_tokens <= whole else self.credit - n_tokens
 
     # What must hold after every call
 

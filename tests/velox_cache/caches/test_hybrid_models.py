@@ -119,6 +119,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "block-sparse",
     ),
+    "afm7": (
+        {"hidden_dim": 32, "num_layers": 3, "num_kv_reuse_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+        "position of their queries",
+    ),
     "mamba2": (
         {
             "num_heads": 4,
