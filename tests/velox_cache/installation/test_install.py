@@ -1,13 +1,11 @@
 """install: fresh bounded caches wherever mlx_lm asks the model for a prompt cache."""
 
-import gc
 import warnings
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from velox_cache import EvictingKVCache, QFiltersCalibration, install, save_qfilters, uninstall
@@ -224,11 +222,22 @@ def test_filters_that_are_no_calibration_are_refused(filters, tiny_model):
         install(tiny_model(), filters=filters)
 
 
-def test_a_model_that_is_dropped_takes_its_tap_along(tiny_model):
-    original = llama.scaled_dot_product_attention
-    model = tiny_model("llama")
-    install(model, "h2o", budget=32)
-    assert llama.scaled_dot_product_attention is not original
-    del model
-    gc.collect()
-    assert llama.scaled_dot_product_attention is original
+def test_a_smaller_max_kv_size_is_not_ignored_silently(tiny_model):
+    model = tiny_model()
+    install(model, "l2norm", budget=64)
+    with pytest.warns(
+        UserWarning, match=r"max_kv_size=8 has no effect .* up to 64 rows; install with budget=8"
+    ) as told:
+        make_prompt_cache(model, max_kv_size=8)
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="max_kv_size=8"):
+        generated(model, PROMPT, max_kv_size=8)
+
+
+@pytest.mark.parametrize("max_kv_size", [None, 64, 4096])
+def test_a_max_kv_size_that_holds_anyway_says_nothing(tiny_model, max_kv_size):
+    model = tiny_model()
+    install(model, "l2norm", budget=[16, 64])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [cache.size() for cache in make_prompt_cache(model, max_kv_size)] == [0, 0]
