@@ -1,6 +1,7 @@
 """What a rank's heads keep by themselves, and how heads are numbered, in one process."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from calibrated import needed_arrays
@@ -90,6 +91,17 @@ def test_a_model_whose_heads_cannot_be_shared_out_is_refused():
     config = CONFIG | {"num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(ValueError, match="3 heads cannot be shared out evenly over 2 ranks"):
         model_shard(qwen2.Model(qwen2.ModelArgs.from_dict({"model_type": "qwen2"} | config)), TwoRanks())
+
+
+class PipelineMixin(nn.Module):
+    """Another package's copy of mlx_lm's class, on the rank that has the layers from the third on."""
+
+    pipeline_size, start_idx = 2, 2
+
+
+def test_a_stage_is_seen_in_another_packages_pipeline_too():
+    shard = model_shard(PipelineMixin())
+    assert (shard.pipelined, shard.first_layer) == (True, 2)
 
 
 @pytest.mark.parametrize(("first", "n_layers"), [(0, 4), (2, 2)])

@@ -50,7 +50,8 @@ class InstallReport:
 class InstalledCaches:
     """What stands in a model's `make_cache`: each call makes fresh caches.
 
-    It does not hold the model that holds it, which is so freed by its reference count, and the tap with it.
+    It is held by the model and does not hold it in turn: so a model that is dropped is freed by its reference count,
+    and its tap is removed.
     """
 
     model: weakref.ref[nn.Module]

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.pipeline import PipelineMixin
 
 from velox_cache.calibration.artifact import QFiltersCalibration
 from velox_cache.installation.layer_budgets import Budgets
@@ -101,7 +100,7 @@ def model_shard(model: nn.Module, group: mx.distributed.Group | None = None) -> 
     """
     modules = model.named_modules()
     for _, module in modules:
-        if isinstance(module, PipelineMixin) and module.pipeline_size > 1:
+        if _is_pipeline(module) and module.pipeline_size > 1:
             return ModelShard(mx.distributed.init(), first_layer=module.start_idx, pipelined=True)
     found: Sequence[Any] = [
         module.group
@@ -115,6 +114,11 @@ def model_shard(model: nn.Module, group: mx.distributed.Group | None = None) -> 
     if declared := _declared_kv_heads(model):
         shard.heads(declared)  # refuses what cannot be shared out
     return shard
+
+
+def _is_pipeline(module: Any) -> bool:
+    """Whether a module has mlx_lm's PipelineMixin, or another package's copy of it."""
+    return any(cls.__name__ == "PipelineMixin" for cls in type(module).__mro__)
 
 
 def _local_kv_heads(layer: nn.Module, index: int) -> int:
