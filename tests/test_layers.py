@@ -12,7 +12,7 @@ KERNELS = sorted((ROOT / "metal_src").glob("*.py"))
 
 # Waiting for the device is right in what runs once: checks at construction, and offline calibration.
 MAY_WAIT = {
-    "checks.py": {"finite_matrix"},
+    "checks.py": {"finite_matrix", "not_zero"},
     "fusion.py": {"_checked_arrays"},
     "query_gram.py": {"_check_not_empty", "query_gram_filters", "average_gqa_filters"},
 }

@@ -1,13 +1,15 @@
 """What a rank's heads keep by themselves, and how heads are numbered, in one process."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from calibrated import needed_arrays
-from small_models import some_filters
+from mlx_lm.models import qwen2
+from small_models import CONFIG, some_filters
 
 from velox_cache.installation.layer_arguments import POOLS_HEADS, layer_arguments
-from velox_cache.introspection.shard import ModelShard
+from velox_cache.introspection.shard import ModelShard, model_shard
 from velox_fn import kept_positions
 from velox_fn.registry import METHODS, method_factory
 
@@ -66,6 +68,47 @@ def test_the_ranks_heads_are_all_heads_in_order(n_heads, n_ranks):
 def test_more_ranks_than_heads_share_them_as_mlx_lm_repeats_them():
     shards = [ModelShard(head_part=rank, head_parts=8) for rank in range(8)]
     assert [list(range(2)[shard.heads(2)]) for shard in shards] == [[0]] * 4 + [[1]] * 4
+
+
+@pytest.mark.parametrize(("n_heads", "n_ranks"), [(3, 2), (6, 4), (2, 3), (8, 12)])
+def test_heads_that_cannot_be_shared_out_evenly_are_refused(n_heads, n_ranks):
+    for rank in range(n_ranks):
+        with pytest.raises(ValueError, match=rf"{n_heads} heads cannot be shared out evenly over {n_ranks} ranks"):
+            ModelShard(head_part=rank, head_parts=n_ranks).heads(n_heads)
+
+
+class TwoRanks:
+    """The group of rank 1 of two, as far as sharding asks it."""
+
+    def rank(self):
+        return 1
+
+    def size(self):
+        return 2
+
+
+def test_a_model_whose_heads_cannot_be_shared_out_is_refused():
+    config = CONFIG | {"num_attention_heads": 3, "num_key_value_heads": 3}
+    with pytest.raises(ValueError, match="3 heads cannot be shared out evenly over 2 ranks"):
+        model_shard(qwen2.Model(qwen2.ModelArgs.from_dict({"model_type": "qwen2"} | config)), TwoRanks())
+
+
+class PipelineMixin(nn.Module):
+    """Another package's copy of mlx_lm's class, on the rank that has the layers from the third on."""
+
+    pipeline_size, start_idx = 2, 2
+
+
+def test_a_stage_is_seen_in_another_packages_pipeline_too():
+    shard = model_shard(PipelineMixin())
+    assert (shard.pipelined, shard.first_layer) == (True, 2)
+
+
+@pytest.mark.parametrize(("first", "n_layers"), [(0, 4), (2, 2)])
+def test_a_calibration_of_too_few_layers_for_a_stage_is_refused(first, n_layers):
+    shard = ModelShard(group=TwoRanks(), first_layer=first, pipelined=True)
+    with pytest.raises(ValueError, match="covers 3 layers, but the model has 4 or more"):
+        shard.calibration(some_filters(), n_layers)
 
 
 def test_a_stage_of_a_pipeline_gets_the_filters_and_budgets_of_its_own_layers():

@@ -15,6 +15,7 @@ import numpy as np
 from velox_cache.calibration.fusion_choice import FusionChoice
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_cache.folders import check_folder_of
+from velox_fn.engine.checks import not_zero
 
 FORMAT_VERSION = 3  # 1: filters only; 2: no moments of static scores
 POST_ROPE = "post-rope"
@@ -25,8 +26,8 @@ HIGHER_IS_KEPT = "higher projection = keep"
 class QFiltersCalibration:
     """Filters of one model, one entry per layer of its prompt cache, and where they came from.
 
-    Raises ValueError when no layer has a filter, a filter is not a finite float32 [H,D], or basis or sign convention is
-    not the one that scoring relies on.
+    Raises ValueError when no layer has a filter, a filter is not a finite float32 [H,D] or is zero for a head, or basis
+    or sign convention is not the one that scoring relies on.
     """
 
     filters: Sequence[mx.array | None]  # per layer float32 [H, D], D as in the cached keys; None: layer has no filter
@@ -190,6 +191,7 @@ def _check_filter(index: int, layer: mx.array) -> None:
         raise ValueError(f"the filter of layer {index} must be a float32 mx.array [H,D], got {given}")
     if not mx.isfinite(layer).all().item():
         raise ValueError(f"the filter of layer {index} is not finite; calibrate again on finite activations")
+    not_zero(f"the filter of layer {index}", layer, axis=1)
 
 
 def _stored_statistics(index: int, names: Sequence[str], content: dict[str, np.ndarray[Any, Any]]) -> LayerStatistics:

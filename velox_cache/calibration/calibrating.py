@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from velox_fn.engine.checks import whole_number
 from velox_fn.engine.scorers import SCORERS
 
 LEAST_TOKENS = 64  # fewer say little about a direction in a space of about as many dimensions
+LEAST_DIFFERENT = 4  # fewer are one token repeated, between those that a tokenizer may put before and after a text
 
 
 class Tokenizer(Protocol):
@@ -57,8 +59,9 @@ def calibrate(
     get none. Ranks that hold a model together (`model.shard`, `model.model.pipeline`) need no group: each runs every
     sequence through its part. Both ways every rank gets the whole model's calibration, the same to the last bit.
 
-    Raises ValueError when the texts have fewer than 64 tokens, when the model computes attention by hand or from no
-    plain KV cache, or when its queries are not finite; RuntimeError when another rank fails or ends.
+    Raises ValueError when the texts have fewer than 64 tokens, or fewer than 4 different ones, when the model computes
+    attention by hand or from no plain KV cache, or when its queries are not finite; RuntimeError when another rank
+    fails or ends.
     """
     sequences = _sequences(tokenizer, texts, max_tokens, sequence_length)
     n_tokens = sum(map(len, sequences))
@@ -66,6 +69,11 @@ def calibrate(
         raise ValueError(
             f"texts hold {n_tokens} tokens; calibration needs at least {LEAST_TOKENS}, and a few thousand to be good: "
             "give more text"
+        )
+    if (n_different := len(set(chain.from_iterable(sequences)))) < LEAST_DIFFERENT:
+        raise ValueError(
+            f"texts hold {n_different} different tokens, one of them again and again, and such queries and keys say "
+            "nothing of those of a real text: give text of the kind that the model will read"
         )
     layout, shard = cache_layout(model), model_shard(model)
     apart = group if shard.group is None else None  # ranks with nothing in common until they add up what they saw

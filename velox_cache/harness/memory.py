@@ -6,9 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.introspection.cache_kinds import is_plain
 from velox_cache.introspection.query_tap import flat_caches, observe_queries
 
 
@@ -36,7 +36,7 @@ def cache_usage(prompt_cache: Sequence[Any]) -> CacheUsage:
     for cache in flat_caches(prompt_cache):
         if isinstance(cache, EvictingKVCache):
             rows, held, whole, seen = cache.tokens_kept, cache.kept_bytes, cache.full_seq_bytes, cache.tokens_seen
-        elif type(cache) is KVCache and cache.keys is not None and cache.values is not None:
+        elif is_plain(cache) and cache.keys is not None and cache.values is not None:
             rows = seen = cache.offset
             held = whole = sum(x.nbytes // x.shape[2] * rows for x in (cache.keys, cache.values))
         else:

@@ -12,9 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import KVCache
 
 from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.introspection.cache_kinds import is_list, with_parts
 from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill, viewed_caches
 
 
@@ -40,8 +41,8 @@ class SharedPrefill:
         return filled
 
     def _filled(self, cache: Any, own: Any, call: LayerQueries | None) -> Any:
-        if isinstance(cache, CacheList):
-            return CacheList(*(self._filled(*pair, call) for pair in zip(cache.caches, own.caches, strict=True)))
+        if is_list(cache):
+            return type(cache)(*(self._filled(*pair, call) for pair in zip(cache.caches, own.caches, strict=True)))
         if not isinstance(cache, EvictingKVCache):
             return copy.deepcopy(own)
         if not cache.empty():
@@ -66,13 +67,11 @@ def shared_prefill(model: nn.Module, tokens: Sequence[int]) -> SharedPrefill:
     for block in observed_prefill(model, tokens, len(tokens), caches=caches):
         calls.extend(block)
         mx.eval([(call.queries, call.keys, call.values) for call in block])
-    return SharedPrefill(len(tokens), tuple(calls), tuple(_plain(cache) for cache in caches))
+    return SharedPrefill(len(tokens), tuple(calls), tuple(with_parts(cache, _plain) for cache in caches))
 
 
 def _plain(cache: Any) -> Any:
     """The same cache without the memory of its last view, so that copies of it are plain ones."""
-    if isinstance(cache, CacheList):
-        return CacheList(*map(_plain, cache.caches))
     if not isinstance(cache, KVCache):
         return cache
     plain = KVCache()

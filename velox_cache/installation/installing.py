@@ -1,10 +1,13 @@
 """Put evicting caches into a model, so that everything in mlx_lm that asks it for caches gets them."""
 
+import copy
 import inspect
 import os
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +33,7 @@ class InstallReport:
     """What `install` did, layer by layer."""
 
     method: str
-    settings: Mapping[str, Any]  # "budget" is a list, one entry per bounded layer, where layers have their own
+    settings: Mapping[str, Any]  # a list, one entry per bounded layer, where layers differ
     layers: tuple[LayerPlan, ...]
 
     def __str__(self) -> str:
@@ -45,20 +48,48 @@ class InstallReport:
 
 @dataclass(frozen=True, eq=False)
 class InstalledCaches:
-    """What stands in a model's `make_cache`: each call makes fresh caches."""
+    """What stands in a model's `make_cache`: each call makes fresh caches.
 
-    model: nn.Module
+    It is held by the model and does not hold it in turn: so a model that is dropped is freed by its reference count,
+    and its tap is removed.
+    """
+
+    model: weakref.ref[nn.Module]
     plan: tuple[LayerPlan, ...]
     methods: Mapping[int, Eviction]
     cache_class: type[EvictingKVCache]
     tap: QueryTap | None
     before: Callable[[], list[Any]] | None  # a make_cache of the user's own that this one stands in for
 
+    def __post_init__(self) -> None:
+        if self.tap is not None:
+            weakref.finalize(self, self.tap.remove)  # else a model that is dropped would leave its tap in shared code
+
     def __call__(self) -> list[Any]:
+        model = self.model()
+        if model is None:
+            raise ReferenceError("the model of this make_cache is gone; keep the model, and call model.make_cache()")
+        most, asked = max(method.settings["budget"] for method in self.methods.values()), _max_kv_size_asked_for()
+        if asked is not None and asked < most:
+            warnings.warn(
+                f"max_kv_size={asked} has no effect on a model with evicting caches, which hold up to {most} rows; "
+                f"install with budget={asked}, or drop max_kv_size",
+                stacklevel=3,
+            )
         return make_caches(
-            self.model,
+            model,
             self.plan,
             lambda layer: self.cache_class(self.methods[layer], true_queries=self.tap is not None),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "InstalledCaches":
+        """Inside a copy of the model: that copy's own."""
+        twin = memo.get(id(self.model()))
+        return replace(
+            self,
+            model=self.model if twin is None else weakref.ref(twin),
+            tap=copy.deepcopy(self.tap, memo),
+            before=copy.deepcopy(self.before, memo),
         )
 
 
@@ -111,29 +142,33 @@ def install(
             "per layer, in QFiltersCalibration(arrays)"
         )
     calibration = None if calibration is None else shard.calibration(calibration, len(plan))
+    share = recent_share(factory, settings, calibration)
     methods = {}
-    for entry in plan:
-        if entry.bounded:
-            layer_budget = budget if own_budgets is None else own_budgets[entry.layer]
-            arguments = settings if layer_budget is None else {"budget": layer_budget, **settings}
-            arguments = {**arguments, **layer_arguments(factory, arguments, model, entry.layer, calibration, shard)}
-            share = recent_share(factory, settings, calibration)
-            methods[entry.layer] = factory(**_with_default_recent(factory, arguments, share))
-            check_filter_layout(model, entry.layer, methods[entry.layer])
+    for layer in (entry.layer for entry in plan if entry.bounded):
+        arguments = dict(settings)
+        if own_budgets is not None:
+            arguments["budget"] = own_budgets[layer]
+        elif budget is not None:
+            arguments["budget"] = budget
+        arguments |= layer_arguments(factory, arguments, model, layer, calibration, shard)
+        try:
+            methods[layer] = factory(**_with_default_recent(factory, arguments, share))
+        except ValueError as error:
+            if own_budgets is None:  # what is wrong is wrong in every layer
+                raise
+            raise ValueError(f"layer {shard.first_layer + layer}: {error}") from error
+        check_filter_layout(model, layer, methods[layer])
     any_method = next(iter(methods.values()))
     tap = QueryTap(model).install() if any_method.needs_queries and queries == "true" else None
     cache_class = EvictingKVCache if own_budgets is None else SoloKVCache
     before = model.__dict__.get("make_cache")
     before = before.before if isinstance(before, InstalledCaches) else before
-    installed = InstalledCaches(model, plan, methods, cache_class, tap, before)
+    installed = InstalledCaches(weakref.ref(model), plan, methods, cache_class, tap, before)
     if tap is not None:
-        _probe_queries(installed, tap)
+        _probe_queries(model, installed, tap)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
     model.make_cache = installed
-    if tap is not None:
-        weakref.finalize(model, tap.remove)  # else a model that is dropped would leave its tap in shared code
-    shown = {**any_method.settings, **({} if own_budgets is None else {"budget": list(own_budgets.values())})}
-    return InstallReport(any_method.name, shown, plan)
+    return InstallReport(any_method.name, _settings_of_all(list(methods.values())), plan)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -147,15 +182,15 @@ def uninstall(model: nn.Module) -> None:
             model.make_cache = installed.before
 
 
-def _probe_queries(installed: InstalledCaches, tap: QueryTap) -> None:
+def _probe_queries(model: nn.Module, installed: InstalledCaches, tap: QueryTap) -> None:
     """ValueError, with the tap removed, unless a call of the model shows every bounded layer its queries."""
     try:
         caches = installed()
-        installed.model(mx.array([[0, 1]]), cache=caches)
+        model(mx.array([[0, 1]]), cache=caches)
         unseen = [entry.layer for entry, cache in zip(installed.plan, caches, strict=True) if not _observed(cache)]
         if unseen:
             raise ValueError(
-                f"model type {model_type(installed.model)!r} computes the attention of layers {unseen} by hand, where "
+                f"model type {model_type(model)!r} computes the attention of layers {unseen} by hand, where "
                 "its queries cannot be seen; use queries='proxy', or a method that needs no queries, such as qfilters"
             )
     except BaseException:
@@ -189,6 +224,27 @@ def _with_default_recent(factory: Any, settings: Mapping[str, Any], share: float
         return settings
     budget = settings.get("budget", parameters["budget"].default)
     n_sink = settings.get("n_sink", parameters["n_sink"].default if "n_sink" in parameters else 0)
-    if not all(isinstance(value, int) for value in (budget, n_sink)):
+    try:
+        budget, n_sink = checks.whole_number("budget", budget, 1), checks.whole_number("n_sink", n_sink, 0)
+    except ValueError:
         return settings  # the factory says what is wrong
     return {**settings, "recent": max(0, min(int(share * budget), budget - n_sink - 1))}
+
+
+def _settings_of_all(methods: Sequence[Eviction]) -> dict[str, Any]:
+    """The settings of every layer's method: the value where all agree, else a list. A layer's place is no setting."""
+    by_name = {name: [method.settings[name] for method in methods] for name in methods[0].settings if name not in PLACE}
+    return {
+        name: values[0] if all(value == values[0] for value in values) else values for name, values in by_name.items()
+    }
+
+
+def _max_kv_size_asked_for() -> int | None:
+    """The `max_kv_size` of the call of `make_prompt_cache` that a `make_cache` answers, None without one.
+
+    That function, mlx_lm's and its copies, drops the argument when it calls the model's make_cache. It is imported by
+    name in many places, so it is not wrapped: its frame is looked at.
+    """
+    caller = sys._getframe(2)  # of the frames in between no name is kept: one that names itself is a cycle
+    asked = caller.f_locals.get("max_kv_size") if caller.f_code.co_name == "make_prompt_cache" else None
+    return asked if isinstance(asked, int) else None

@@ -6,8 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import KVCache
 
+from velox_cache.introspection.cache_kinds import is_list, is_plain, with_parts
 from velox_cache.introspection.plan import plain_caches
 from velox_cache.introspection.query_tap import ObservedAttention, flat_caches, observe_queries
 
@@ -30,7 +31,7 @@ def cache_layout(model: nn.Module) -> tuple[str, ...]:
 
 def viewed_caches(model: nn.Module) -> list[Any]:
     """Empty caches of the model's own kind for `observed_prefill` to fill."""
-    return [_viewed(cache) for cache in plain_caches(model)]
+    return [with_parts(cache, _viewed) for cache in plain_caches(model)]
 
 
 def observed_prefill(
@@ -81,11 +82,9 @@ class _ViewedKVCache(KVCache):
 
 
 def _viewed(cache: Any) -> Any:
-    if type(cache) is KVCache:
-        return _ViewedKVCache()
-    return CacheList(*map(_viewed, cache.caches)) if isinstance(cache, CacheList) else cache
+    return _ViewedKVCache() if is_plain(cache) else cache
 
 
 def _name(cache: Any) -> str:
-    inside = f"({', '.join(map(_name, cache.caches))})" if isinstance(cache, CacheList) else ""
+    inside = f"({', '.join(map(_name, cache.caches))})" if is_list(cache) else ""
     return type(cache).__name__ + inside

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import KVCache
 
 from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.introspection.cache_kinds import class_name, is_list, is_plain, parts, with_parts
 from velox_fn.engine.eviction import Eviction
 from velox_fn.methods.fusion import PER_TERM
 
@@ -46,8 +47,12 @@ def plan_layers(model: nn.Module) -> tuple[LayerPlan, ...]:
 def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callable[[int], EvictingKVCache]) -> list[Any]:
     """Fresh caches for one sequence: evicting ones where the plan says so, the model's own elsewhere."""
     own = plain_caches(model)
+
+    def bounded(layer: int) -> Callable[[Any], Any]:
+        return lambda cache: make_cache(layer) if is_plain(cache) else cache
+
     return [
-        _bounded(cache, entry.layer, make_cache) if entry.bounded else cache
+        with_parts(cache, bounded(entry.layer)) if entry.bounded else cache
         for entry, cache in zip(plan, own, strict=True)
     ]
 
@@ -88,27 +93,26 @@ def _source_file(cls: type) -> str | None:
         return None
 
 
-def _bounded(cache: Any, layer: int, make_cache: Callable[[int], EvictingKVCache]) -> Any:
-    if isinstance(cache, CacheList):
-        return CacheList(*(_bounded(part, layer, make_cache) for part in cache.caches))
-    return make_cache(layer) if type(cache) is KVCache else cache
-
-
 def _plan(layer: int, cache: Any, refusal: str | None) -> LayerPlan:
     name = type(cache).__name__
-    parts = _parts(cache)
-    if isinstance(cache, CacheList):
-        name = f"{name}({', '.join(type(part).__name__ for part in parts)})"
-    if not any(type(part) is KVCache for part in parts):
-        kinds = dict.fromkeys(_OTHERS.get(type(part).__name__, "not a plain full-attention cache") for part in parts)
-        return LayerPlan(layer, name, False, f"{'; '.join(kinds)}: left as the model made it")
+    if is_list(cache):
+        name = f"{name}({', '.join(type(part).__name__ for part in parts(cache))})"
+    if not any(map(is_plain, parts(cache))):
+        return LayerPlan(layer, name, False, "; ".join(dict.fromkeys(map(_why_not, parts(cache)))))
     if refusal is not None:
         return LayerPlan(layer, name, False, refusal)
     return LayerPlan(layer, name, True, "full attention")
 
 
-def _parts(cache: Any) -> list[Any]:
-    return list(cache.caches) if isinstance(cache, CacheList) else [cache]
+def _why_not(cache: Any) -> str:
+    known = _OTHERS.get(type(cache).__name__)
+    if known is not None:
+        return f"{known}: left as the model made it"
+    return (
+        f"{class_name(cache)} is not a plain full-attention cache, that is, mlx_lm's KVCache or a copy of it that "
+        "holds keys, values and offset alone: left as the model made it; if the layer attends to every token, let the "
+        "model's make_cache return mlx_lm.models.cache.KVCache for it"
+    )
 
 
 def _refusal(model: nn.Module, caches: Sequence[Any]) -> str | None:
@@ -117,7 +121,7 @@ def _refusal(model: nn.Module, caches: Sequence[Any]) -> str | None:
     It is all of them or none: a model builds one mask for its full-attention layers from one of their caches.
     """
     modules = list(model.modules())
-    if any(sum(type(part) is KVCache for part in _parts(cache)) > 1 for cache in caches):
+    if any(sum(map(is_plain, parts(cache))) > 1 for cache in caches):
         return (
             "a layer has several caches whose rows mirror each other (an indexer that picks rows of the other by their "
             "place, or two attentions in one layer); evicting from each by itself would break the match"

@@ -17,7 +17,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList
+
+from velox_cache.introspection.cache_kinds import is_list
 
 ATTENTION = "scaled_dot_product_attention"
 
@@ -131,7 +132,7 @@ def flat_caches(caches: Iterable[Any]) -> list[Any]:
     """The caches of a prompt cache, with those inside a CacheList in its place."""
     found: list[Any] = []
     for cache in caches:
-        found.extend(flat_caches(cache.caches) if isinstance(cache, CacheList) else [cache])
+        found.extend(flat_caches(cache.caches) if is_list(cache) else [cache])
     return found
 
 

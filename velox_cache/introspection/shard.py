@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.pipeline import PipelineMixin
 
 from velox_cache.calibration.artifact import QFiltersCalibration
 from velox_cache.installation.layer_budgets import Budgets
@@ -32,7 +31,15 @@ class ModelShard:
     head_parts: int = 1
 
     def heads(self, n_heads: int) -> slice:
-        """This rank's heads of a layer with `n_heads`. Fewer heads than ranks: several ranks hold the same one."""
+        """This rank's heads of a layer with `n_heads`. Fewer heads than ranks: several ranks hold the same one.
+
+        Raises ValueError when neither number is a multiple of the other.
+        """
+        if n_heads % self.head_parts and self.head_parts % n_heads:
+            raise ValueError(
+                f"{n_heads} heads cannot be shared out evenly over {self.head_parts} ranks: mlx_lm would cut a head in "
+                f"two; take a number of ranks that divides {n_heads}, or spread the model's layers instead (pipeline)"
+            )
         first = self.head_part * n_heads // self.head_parts
         return slice(first, first + max(1, n_heads // self.head_parts))
 
@@ -50,7 +57,16 @@ class ModelShard:
         return n_local * self.head_parts
 
     def calibration(self, whole: QFiltersCalibration, n_layers: int) -> QFiltersCalibration:
-        """What of a whole model's calibration belongs to this rank's `n_layers` layers and their heads."""
+        """What of a whole model's calibration belongs to this rank's `n_layers` layers and their heads.
+
+        Raises ValueError when the calibration has another number of layers than the model, or too few for this rank's.
+        """
+        covered, needed = len(whole.filters), self.first_layer + n_layers
+        if covered < needed or (covered > needed and not self.pipelined):  # a rank cannot tell how many follow its own
+            raise ValueError(
+                f"the calibration covers {covered} layers, but the model has {needed}{' or more' * self.pipelined}; it "
+                "was made for another model: calibrate this one"
+            )
         if self.group is None:
             return whole
         layers = slice(self.first_layer, self.first_layer + n_layers)
@@ -79,10 +95,12 @@ def model_shard(model: nn.Module, group: mx.distributed.Group | None = None) -> 
 
     group: the one that `model.shard` was given. It is found from the model where keys are projected by one of mlx's
     sharded layers, as after mlx_lm's own `shard`; give it for a model that is sharded some other way.
+
+    Raises ValueError when the model's KV heads cannot be shared out over the ranks of the group.
     """
     modules = model.named_modules()
     for _, module in modules:
-        if isinstance(module, PipelineMixin) and module.pipeline_size > 1:
+        if _is_pipeline(module) and module.pipeline_size > 1:
             return ModelShard(mx.distributed.init(), first_layer=module.start_idx, pipelined=True)
     found: Sequence[Any] = [
         module.group
@@ -92,7 +110,15 @@ def model_shard(model: nn.Module, group: mx.distributed.Group | None = None) -> 
     group = found[0] if found else group
     if group is None or group.size() == 1:
         return WHOLE
-    return ModelShard(group, head_part=group.rank(), head_parts=group.size())
+    shard = ModelShard(group, head_part=group.rank(), head_parts=group.size())
+    if declared := _declared_kv_heads(model):
+        shard.heads(declared)  # refuses what cannot be shared out
+    return shard
+
+
+def _is_pipeline(module: Any) -> bool:
+    """Whether a module has mlx_lm's PipelineMixin, or another package's copy of it."""
+    return any(cls.__name__ == "PipelineMixin" for cls in type(module).__mro__)
 
 
 def _local_kv_heads(layer: nn.Module, index: int) -> int:

@@ -135,3 +135,12 @@ def finite_matrix(name: str, array: mx.array, shape: str) -> None:
         raise ValueError(f"{name} must be 2-D, {shape}, got shape {tuple(array.shape)}")
     if not mx.isfinite(array).all().item():
         raise ValueError(f"{name} holds NaN or inf; a non-finite filter would rank every row alike, calibrate again")
+
+
+def not_zero(name: str, array: mx.array, axis: int | None = None) -> None:
+    """ValueError when `array` is all zeros, or is so along `axis`. Looks at its values: for construction time only."""
+    if not (array != 0).any(axis=axis).all().item():
+        raise ValueError(
+            f"{name} holds nothing but zeros{'' if axis is None else ' for one head or more'}: every row would score "
+            "alike, and the oldest would stay; calibrate again"
+        )

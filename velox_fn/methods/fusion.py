@@ -60,7 +60,8 @@ def fusion(
     deviation is 0, is left out for that head.
 
     Raises ValueError on counts that cannot work, unknown terms or combination, and arrays that are not finite, do not
-    fit each other, or that no term takes. Arrays that are missing are an error when a state begins.
+    fit each other, that no term takes, or that would score every row alike. Arrays that are missing are an error when a
+    state begins.
     """
     names = term_names(terms)
     checks.one_of("combine", combine, ("max", "sum"))
@@ -118,6 +119,10 @@ def _checked_arrays(names: Sequence[str], given: Mapping[str, mx.array]) -> dict
     for name, array in given.items():
         per_term = name in PER_TERM
         checks.finite_matrix(name, array, "[n_kv_heads, terms]" if per_term else "[n_kv_heads, head_dim]")
+        if name == "filters":
+            checks.not_zero(name, array, axis=1)
+        if name in ("deviations", "mean_keys"):  # one head of zeros has the same row for every token
+            checks.not_zero(name, array)
         if name not in (*arrays_taken(names), "weights"):
             raise ValueError(f"{name} is taken by none of the terms {', '.join(names)}; leave it out")
         if per_term and array.shape[1] != len(names):

@@ -33,11 +33,12 @@ def keydiff(
 ) -> Eviction:
     """The KeyDiff method. `mean_keys`: float32 [H, D], the calibrated mean key direction of each KV head.
 
-    Raises ValueError on counts that cannot work, when `mean_keys` is not a finite 2-D array, or when a rollback is
-    asked for without it: the running mean cannot be taken back.
+    Raises ValueError on counts that cannot work, when `mean_keys` is not a finite 2-D array or is all zeros, or when a
+    rollback is asked for without it: the running mean cannot be taken back.
     """
     if mean_keys is not None:
         checks.finite_matrix("mean_keys", mean_keys, "[n_kv_heads, head_dim]")
+        checks.not_zero("mean_keys", mean_keys)
         return static_eviction(
             "keydiff",
             _difference,

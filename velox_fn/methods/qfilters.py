@@ -64,11 +64,12 @@ def qfilters_init(
 
     budget: most rows kept, sinks and recent ones included. filters: float32 [H, D], one per KV head; None takes the
     key-SVD fallback, which keeps every row, over budget too, until it has seen `calib_tokens` keys.
-    Raises ValueError on counts that cannot work, a sign other than +-1, or filters that are not finite or do not fit
-    the heads.
+    Raises ValueError on counts that cannot work, a sign other than +-1, or filters that are not finite, do not fit the
+    heads, or are zero for one.
     """
     if filters is not None:
         checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
+        checks.not_zero("filters", filters, axis=1)
     return _init(
         batch,
         n_kv_heads,
@@ -157,6 +158,7 @@ def qfilters(
     n_kv_heads, head_dim = 1, 1
     if filters is not None:
         checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
+        checks.not_zero("filters", filters, axis=1)
         n_kv_heads, head_dim = filters.shape
     init: Init = functools.partial(_init, **settings, filters=filters, use_metal_kernels=use_metal_kernels)
     init(1, n_kv_heads, head_dim)  # refuses settings that cannot work

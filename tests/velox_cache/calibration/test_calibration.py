@@ -141,6 +141,12 @@ def test_too_short_a_text_is_refused(tiny_model, tokenizer):
         calibrate(tiny_model(), tokenizer, ["short"], progress=False)
 
 
+@pytest.mark.parametrize("text", ["a" * 300, "<" + "a" * 300 + ">"], ids=["bare", "with tokens around it"])
+def test_text_of_one_repeated_token_is_refused(tiny_model, tokenizer, text):
+    with pytest.raises(ValueError, match="one of them again and again"):
+        calibrate(tiny_model(), tokenizer, [text], progress=False)
+
+
 @pytest.mark.parametrize("option", ["max_tokens", "sequence_length", "prefill_step_size"])
 def test_options_must_be_positive(tiny_model, tokenizer, option):
     with pytest.raises(ValueError, match=option):

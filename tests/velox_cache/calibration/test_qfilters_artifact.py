@@ -159,6 +159,7 @@ def test_missing_layer_is_refused(path):
     [
         (np.full((2, 8), np.nan, np.float32), "layer 0 is not finite"),
         (np.full((2, 8), np.inf, np.float32), "layer 0 is not finite"),
+        (np.diag([1, 0]).astype(np.float32), "layer 0 holds nothing but zeros for one head"),
         (np.zeros(8, np.float32), "layer 0 must be"),
         (np.zeros((0, 8), np.float32), "layer 0 must be"),
         (np.zeros((2, 8), np.float16), "layer 0 must be float32"),

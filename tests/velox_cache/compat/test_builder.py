@@ -51,9 +51,10 @@ def test_head_dim_is_checked_against_the_model(tiny_model):
     [
         (calibration(heads=3), r"2 KV heads of dimension 8.*\(3, 8\)"),
         (calibration(dim=4), r"2 KV heads of dimension 8.*\(2, 4\)"),
-        (calibration(n_layers=1), "no filters for layer 1"),
+        (calibration(n_layers=1), "covers 1 layers, but the model has 2"),
+        (calibration(n_layers=3), "covers 3 layers, but the model has 2"),
     ],
-    ids=["heads", "dim", "layers"],
+    ids=["heads", "dim", "fewer layers", "more layers"],
 )
 def test_layout_mismatch_raises_when_the_caches_are_built(tiny_model, filters, message):
     with pytest.raises(ValueError, match=message):

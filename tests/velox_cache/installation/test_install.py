@@ -1,13 +1,11 @@
 """install: fresh bounded caches wherever mlx_lm asks the model for a prompt cache."""
 
-import gc
 import warnings
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from velox_cache import EvictingKVCache, QFiltersCalibration, install, save_qfilters, uninstall
@@ -198,7 +196,8 @@ def test_recent_tokens_survive_generation(tiny_model):
         ({"queries": "real"}, "queries must be one of 'true', 'proxy', got 'real'"),
         ({"filters": calibration(heads=3)}, r"layer 0 has 2 KV heads of dimension 8.*\(3, 8\)"),
         ({"filters": calibration(dim=16)}, r"layer 0 has 2 KV heads of dimension 8.*\(2, 16\)"),
-        ({"filters": calibration(n_layers=1)}, r"no filters for layer 1 \(it covers 1 layers\)"),
+        ({"filters": calibration(n_layers=1)}, "covers 1 layers, but the model has 2"),
+        ({"filters": calibration(n_layers=3)}, "covers 3 layers, but the model has 2"),
         ({"method": "l2norm", "filters": calibration()}, "uses no calibration"),
         ({"method": "h2o", "rollback": 4}, "rollback=4 cannot work with h2o"),
     ],
@@ -223,11 +222,22 @@ def test_filters_that_are_no_calibration_are_refused(filters, tiny_model):
         install(tiny_model(), filters=filters)
 
 
-def test_a_model_that_is_dropped_takes_its_tap_along(tiny_model):
-    original = llama.scaled_dot_product_attention
-    model = tiny_model("llama")
-    install(model, "h2o", budget=32)
-    assert llama.scaled_dot_product_attention is not original
-    del model
-    gc.collect()
-    assert llama.scaled_dot_product_attention is original
+def test_a_smaller_max_kv_size_is_not_ignored_silently(tiny_model):
+    model = tiny_model()
+    install(model, "l2norm", budget=64)
+    with pytest.warns(
+        UserWarning, match=r"max_kv_size=8 has no effect .* up to 64 rows; install with budget=8"
+    ) as told:
+        make_prompt_cache(model, max_kv_size=8)
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="max_kv_size=8"):
+        generated(model, PROMPT, max_kv_size=8)
+
+
+@pytest.mark.parametrize("max_kv_size", [None, 64, 4096])
+def test_a_max_kv_size_that_holds_anyway_says_nothing(tiny_model, max_kv_size):
+    model = tiny_model()
+    install(model, "l2norm", budget=[16, 64])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [cache.size() for cache in make_prompt_cache(model, max_kv_size)] == [0, 0]

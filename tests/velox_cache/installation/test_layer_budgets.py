@@ -44,8 +44,36 @@ def test_recent_is_three_quarters_of_each_layers_own_budget(tiny_model: Callable
     assert [cache.method.settings["recent"] for cache in make_prompt_cache(model)] == [30, 11]
 
 
-def test_report_shows_the_budgets(tiny_model: Callable[..., nn.Module]) -> None:
-    assert "budget=[40, 16]" in str(vc.install(tiny_model(), "l2norm", budget=[40, 16]))
+def test_report_shows_each_layers_own_numbers(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model()
+    report = vc.install(model, "l2norm", budget=[40, 16])
+    own = [cache.method.settings for cache in make_prompt_cache(model)]
+    assert report.settings == {"budget": [40, 16], "n_sink": 4, "recent": [30, 11], "rollback": 0}
+    assert own == [{**report.settings, "budget": n, "recent": r} for n, r in ((40, 30), (16, 11))]
+    assert "budget=[40, 16], n_sink=4, recent=[30, 11]" in str(report)
+
+
+def test_report_shows_one_number_where_layers_agree(tiny_model: Callable[..., nn.Module]) -> None:
+    report = vc.install(tiny_model(), "random", budget=40)
+    assert report.settings == {"budget": 40, "n_sink": 4, "recent": 30, "seed": 0, "rollback": 0}
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ([64, None, 16], "layer 1: budget must be a whole number, got None"),
+        (lambda layer: None if layer == 2 else 32, "layer 2: budget must be a whole number, got None"),
+        ([64, 16, 0], "layer 2: budget must be at least 1, got 0"),
+        ([64, 4, 16], r"layer 1: n_sink \+ recent must be smaller than budget, got 4 \+ 0 >= 4"),
+    ],
+    ids=["a list", "a function", "zero", "no room"],
+)
+def test_budget_that_cannot_work_is_refused_with_its_layer(
+    tiny_model: Callable[..., nn.Module], budget: object, message: str
+) -> None:
+    model = tiny_model(num_hidden_layers=3)
+    with pytest.raises(ValueError, match=message):
+        vc.install(model, "l2norm", budget=budget)
 
 
 def test_first_layer_keeps_what_it_keeps_under_that_budget_for_all(tiny_model: Callable[..., nn.Module]) -> None:

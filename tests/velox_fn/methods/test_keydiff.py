@@ -51,3 +51,8 @@ def test_a_key_that_is_not_finite_leaves_the_mean_alone():
 def test_rollback_needs_a_calibrated_mean():
     with pytest.raises(ValueError, match="mean_keys"):
         keydiff(rollback=2)
+
+
+def test_mean_keys_of_zeros_are_refused():
+    with pytest.raises(ValueError, match="mean_keys holds nothing but zeros"):
+        keydiff(mean_keys=mx.zeros((2, 8)))

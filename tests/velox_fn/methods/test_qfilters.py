@@ -248,10 +248,11 @@ def test_arguments_that_cannot_work_are_refused_at_construction(arguments, messa
     ("filters", "message"),
     [
         (mx.full((H, D), mx.nan), "NaN or inf"),
+        (mx.ones((H, D)) * (mx.arange(H) > 0)[:, None], "nothing but zeros for one head or more"),
         (np.ones((H, D), np.float32), "mx.array"),
         ([[1.0] * D] * H, "mx.array"),
     ],
-    ids=["NaN", "numpy", "list"],
+    ids=["NaN", "a head of zeros", "numpy", "list"],
 )
 def test_filters_that_cannot_score_are_refused(make, filters, message):
     with pytest.raises(ValueError, match=message):
