@@ -55,6 +55,10 @@ class Observation:
     """(landed, queries, scale, valid) -> state: scored by these queries and cut down to the budget."""
 
 
+Shown = Callable[[mx.array, mx.array, mx.array], mx.array]
+"""(keys [B,H,n,D], positions int32 [B,H,n], offset int32 [B]) -> keys [B,H,n,D]"""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Eviction:
     """A method, ready to use.
@@ -75,9 +79,8 @@ class Eviction:
     scored: Callable[[Any], Any] = lambda state: state
     """state -> state with a rank on each row. Within the budget a static method may put scoring off, and whatever reads
     ranks beside its `update` (merging, trimming, saving) needs them."""
-    shown: Callable[[mx.array, mx.array, mx.array], mx.array] | None = None
-    """(keys [B,H,n,D], positions int32 [B,H,n], offset int32 [B]) -> the keys that attention sees, where these are not
-    the rows as they are stored."""
+    shown: Shown | None = None
+    """How attention sees the keys, where not as they are stored."""
     ready: Callable[[Any], Any] = lambda state: state
     """state -> state as the next token finds it, where rows leave at intervals (`interval`)."""
 

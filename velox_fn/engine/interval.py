@@ -26,6 +26,9 @@ from velox_fn.engine.rows import View, arriving_positions
 from velox_fn.engine.span import Span, begun
 from velox_fn.engine.store import Store, check_block, kept_rows
 
+Valid = mx.array | Sequence[int] | None
+"""Real tokens of each sequence. An array, whose numbers only the device knows, is refused."""
+
 
 def interval_parts(seen: int | Iterable[int], n_tokens: int | Sequence[int], interval: int) -> tuple[int, ...]:
     """How to cut the next S tokens into calls that cross no boundary: the sizes of the parts, in order.
@@ -61,18 +64,17 @@ def at_intervals(method: Eviction, interval: int) -> Eviction:
     def init(
         batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
     ) -> Any:
-        state = method.init(batch, n_kv_heads, head_dim, value_dim, dtype)
-        return replaced(state, store=replaced(state.store, span=begun(interval, batch)))
+        return begun_at_intervals(method.init(batch, n_kv_heads, head_dim, value_dim, dtype), interval)
 
     def update(
-        state: Any, keys: mx.array, values: mx.array, *, queries: mx.array | None = None, valid: Any = None
+        state: Any, keys: mx.array, values: mx.array, *, queries: mx.array | None = None, valid: Valid = None
     ) -> tuple[Any, View]:
         return interval_update(method, state, keys, values, queries=queries, valid=valid)
 
-    def land(state: Any, keys: mx.array, values: mx.array, valid: Any = None) -> tuple[Any, View]:
+    def land(state: Any, keys: mx.array, values: mx.array, valid: Valid = None) -> tuple[Any, View]:
         return _landed(method, state, keys, values, valid)
 
-    def observe(state: Any, queries: mx.array, scale: float | None = None, valid: Any = None) -> Any:
+    def observe(state: Any, queries: mx.array, scale: float | None = None, valid: Valid = None) -> Any:
         return _with_queries(state, queries, scale, valid)
 
     return dataclasses.replace(
@@ -86,6 +88,13 @@ def at_intervals(method: Eviction, interval: int) -> Eviction:
     )
 
 
+def begun_at_intervals(state: Any, interval: int) -> Any:
+    """An empty state, with rows leaving at multiples of `interval`; with interval=1, `state` as it is."""
+    if checks.whole_number("interval", interval, 1) == 1:
+        return state
+    return replaced(state, store=replaced(state.store, span=begun(interval, state.store.offset.shape[0])))
+
+
 def interval_update(
     method: Eviction,
     state: Any,
@@ -93,7 +102,7 @@ def interval_update(
     values: mx.array,
     *,
     queries: mx.array | None = None,
-    valid: Sequence[int] | None = None,
+    valid: Valid = None,
 ) -> tuple[Any, View]:
     """One update of a state that evicts at intervals. `method` is the one without."""
     landed, view = _landed(method, state, keys, values, valid)
@@ -155,12 +164,11 @@ def _cut(method: Eviction, state: Any) -> Any:
     return replaced(state, store=slots.fitted(store))
 
 
-def _landed(
-    method: Eviction, state: Any, keys: mx.array, values: mx.array, valid: Sequence[int] | None
-) -> tuple[Any, View]:
+def _landed(method: Eviction, state: Any, keys: mx.array, values: mx.array, valid: Valid) -> tuple[Any, View]:
     check_block(state.store, keys, values, None)
     n_tokens = keys.shape[2]
     real = _real_tokens(state.store.span, n_tokens, valid)
+    _check_parts(state.store.span, n_tokens, real)
     due = state.store.span.due
     state = settled(method, state)
     if state.store.span.ragged or min(real) < n_tokens:
@@ -203,10 +211,10 @@ def _appended(store: Store, keys: mx.array, values: mx.array) -> tuple[Store, Vi
     return longer, (keys[:, :, :filled], values[:, :, :filled])
 
 
-def _with_queries(state: Any, queries: mx.array, scale: float | None, valid: Sequence[int] | None) -> Any:
+def _with_queries(state: Any, queries: mx.array, scale: float | None, valid: Valid) -> Any:
     """`state` with the queries [B,H_q,S,D] of the tokens that landed last."""
     span = state.store.span
-    real = (queries.shape[2],) * len(span.since) if valid is None else tuple(valid)
+    real = _real_tokens(span, queries.shape[2], valid)
     first = tuple(since - n for since, n in zip(span.since, real, strict=True))
     if span.queries:
         held = span.queries[0]
@@ -225,24 +233,26 @@ def _with_queries(state: Any, queries: mx.array, scale: float | None, valid: Seq
     return replaced(state, store=replaced(state.store, span=replaced(span, queries=(held,), scale=scale)))
 
 
-def _real_tokens(span: Span, n_tokens: int, valid: Sequence[int] | None) -> tuple[int, ...]:
-    """How many of the block's tokens are real, per sequence. ValueError when that is not known, or too many to take."""
+def _real_tokens(span: Span, n_tokens: int, valid: Valid) -> tuple[int, ...]:
+    """How many of the block's tokens are real, per sequence. ValueError when the host does not know."""
     if valid is None:
-        real = (n_tokens,) * len(span.since)
-    elif isinstance(valid, mx.array) or len(valid) != len(span.since):
+        return (n_tokens,) * len(span.since)
+    if isinstance(valid, mx.array) or len(valid) != len(span.since):
         raise ValueError(
             f"valid must be {len(span.since)} whole numbers, the real tokens of each sequence, got {valid!r}: with an "
             "interval the boundaries must be known without waiting for the device"
         )
-    else:
-        real = tuple(valid)
+    return tuple(valid)
+
+
+def _check_parts(span: Span, n_tokens: int, real: tuple[int, ...]) -> None:
+    """ValueError when the block crosses a boundary."""
     parts = interval_parts(span.seen, real, span.interval)
     if len(parts) > 1:
         raise ValueError(
             f"a block of {n_tokens} tokens after {span.seen} seen crosses a boundary at a multiple of interval="
             f"{span.interval}; call with parts of {parts} tokens (interval_parts gives them), as installed models do"
         )
-    return real
 
 
 def _has_evicted(span: Span) -> bool:
