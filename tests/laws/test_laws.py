@@ -1,6 +1,7 @@
 """What holds for every method, whatever it scores by."""
 
 import io
+import json
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from velox_fn import METHODS, arrays, kept_bytes, kept_positions, kv, with_arrays
+from velox_fn.engine.records import statics
 
 DIRECTIONS = {"filters", "mean_keys", "query_mean"}  # calibrated arrays as wide as a key
 every_method = pytest.mark.parametrize("case", CASES, ids=str)
@@ -411,3 +413,27 @@ def test_the_kept_set_of_a_static_method_does_not_depend_on_the_calls(case: Case
 def test_the_kept_set_of_a_static_method_is_the_same_one_token_at_a_time(case):
     tokens = block(48)
     assert_same_state(fed(case.make(), tokens, [1] * 48), fed(case.make(), tokens, [48]))
+
+
+@every_method
+@pytest.mark.parametrize("whole", [np.int64, np.uint16, lambda n: np.array(n), lambda n: mx.array(n)], ids=range(4))
+def test_settings_may_be_whole_numbers_of_any_type(case, whole):
+    def other(value):
+        return whole(value) if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else value
+
+    plain = case.make()
+    factory = METHODS[case.method]
+    settings = {name: other(value) for name, value in plain.settings.items()}
+    method = factory(**settings, **plain.params)
+    assert json.dumps(method.settings) == json.dumps(dict(plain.settings))
+    tokens = block(40)
+    after, expected = fed(method, tokens, [20, 1, 19]), fed(plain, tokens, [20, 1, 19])
+    assert json.dumps(statics(after)) == json.dumps(statics(expected))
+    np.testing.assert_array_equal(positions(after), positions(expected))
+
+
+@pytest.mark.parametrize("name", ["budget", "n_sink", "recent", "rollback", "calib_tokens", "sign"])
+@pytest.mark.parametrize("value", [True, np.True_, 8.0, np.float32(8), mx.array(8.0), "8", None], ids=repr)
+def test_a_setting_that_is_no_whole_number_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number"):
+        METHODS["qfilters"](**{"budget": 64, name: value})

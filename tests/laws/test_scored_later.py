@@ -81,7 +81,7 @@ def test_caches_move_with_rows_that_wait_for_ranks(case, move):
                 batch.filter([0])
             return batch.extract(0)
         if move == "save":
-            assert json.loads(made.state[0])["record"]["store"]["unscored"] == 0
+            assert json.loads(made.state[0])["record"]["store"]["unscored"] == made.record.store.unscored
             return EvictingKVCache.from_state(made.state)
         return made
 

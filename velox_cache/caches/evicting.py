@@ -1,5 +1,6 @@
 """The one adapter between a method of velox_fn and mlx_lm's cache protocol."""
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Sequence
@@ -53,12 +54,14 @@ class EvictingKVCache:
         """
         self._refuse_unobserved()
         checks.block_dimensions(keys, values)
+        self._start_last_view()
         rows = self._rows
+        if not rows.offsets:
+            raise ValueError("no row is left in this batch, so it takes no tokens; extend it with rows first")
         record = self._empty_record(keys, values) if rows.record is None else rows.record
         if rows.batched and keys.shape[0] != len(rows.offsets):
             raise ValueError(f"this cache holds a batch of {len(rows.offsets)} rows, got keys for {keys.shape[0]}")
-        warming_up: int = record.store.warm_up
-        if rows.batched and self._rollback and warming_up:
+        if rows.batched and self._rollback and record.store.warming_up:
             raise ValueError(
                 f"a batch cannot warm up with rollback={self._rollback}: its sequences start to evict one by one, and "
                 "none could keep rows aside by itself; give the method its filters, or use rollback=0"
@@ -74,9 +77,6 @@ class EvictingKVCache:
             record, view = self._method.update(record, keys, values, valid=valid)
         self._rows, self._view = rows.advanced(record, real), view
         self._can_take_back = min(self._can_take_back + min(real), self._rollback)
-        store = self._rows.store
-        if store.budget < warming_up and store.warm_up == 0:  # what the end of a warm-up evicted does not come back
-            self._can_take_back = min(self._can_take_back, min(self._rows.offsets) - warming_up)
         return view
 
     def observe_queries(
@@ -131,6 +131,8 @@ class EvictingKVCache:
                 "own cache, as install() does"
             )
         real = self._rows.real_tokens(N)
+        if not real:
+            raise ValueError("no row is left in this batch, so it has no mask; extend it with rows first")
         if self._rows.ragged or min(real) < N:
             self._finish_rows()
             store = None if self._rows.record is None else self._rows.store
@@ -143,8 +145,8 @@ class EvictingKVCache:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Everything needed to go on: a JSON header, then arrays. Valid at any time."""
-        self._finish_rows()
+        """Everything needed to go on: a JSON header, then arrays as they are. Valid at any time."""
+        self._refuse_unobserved()
         self._view = None
         return pack_state(self._method, self._rows, self._true_queries, self._can_take_back)
 
@@ -192,7 +194,7 @@ class EvictingKVCache:
 
         Raises ValueError beyond what a rollback cache keeps aside, and when n is negative.
         """
-        checks.whole_number("n", n, 0)
+        n = checks.whole_number("n", n, 0)
         if not self.is_trimmable() or self._rows.record is None:
             return 0
         n = min(n, min(self._rows.offsets))
@@ -203,8 +205,9 @@ class EvictingKVCache:
                     f"install with rollback={n} or more"
                 )
             self._can_take_back -= n
-        self._finish_rows()
         self._rows, self._view = trimmed(self._rows, n), None
+        if not self._has_evicted:  # again, or still: every row is there
+            self._can_take_back = self._rollback
         return n
 
     @property
@@ -219,25 +222,34 @@ class EvictingKVCache:
 
     @classmethod
     def merge(cls, caches: Sequence["EvictingKVCache"]) -> Self:
-        """One batched cache with a row for each of `caches`, in order; they must share method and settings."""
+        """One batched cache with a row for each of `caches`, in order.
+
+        Raises ValueError when there is none, or when they do not share method and settings.
+        """
+        if not caches:
+            raise ValueError("merge needs at least one cache, got none: a batch takes its method from its rows")
+        _check_evicting(caches)
         batched = cls._of(caches[0]._method, caches[0]._true_queries)
         batched._absorb(caches)
         return batched
 
     def extend(self, other: "EvictingKVCache") -> None:
-        """Add the rows of `other` to this batch."""
+        """Add the rows of `other` to this batch. Raises ValueError unless they share method and settings."""
+        _check_evicting([other])
         self._absorb([self, other])
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep only these rows of the batch, in this order."""
+        """Keep only these rows of the batch, in this order. Raises ValueError for one that is not there."""
+        indices = [self._rows.index(f"batch_indices[{i}]", row) for i, row in enumerate(batch_indices)]
         self._finish_rows()
-        self._rows, self._view = selected(self._rows, [int(index) for index in batch_indices]), None
+        self._rows, self._view = selected(self._rows, indices), None
 
     def extract(self, idx: int) -> Self:
-        """Row `idx` as an unbatched cache of its own."""
+        """Row `idx` as an unbatched cache of its own. Raises ValueError for one that is not there."""
+        index = self._rows.index("idx", idx)
         self._finish_rows()
         row = self._of(self._method, self._true_queries)
-        row._rows = extracted(self._rows, idx)
+        row._rows = extracted(self._rows, index)
         row._can_take_back = self._can_take_back
         return row
 
@@ -249,15 +261,16 @@ class EvictingKVCache:
         right_padding: Sequence[int] | None = None,
     ) -> None:
         """Announce a prefill padded on the right, with these numbers of real tokens. Left padding is refused."""
-        if left_padding is not None and max(left_padding) > 0:
+        if left_padding is not None and any(padding > 0 for padding in left_padding):
             raise ValueError(
                 f"left_padding={list(left_padding)} is not supported: positions of an evicting cache start at 0 for "
                 "every row; pad on the right and give lengths, as mlx_lm's batch generator does"
             )
-        if lengths is not None and right_padding is not None and max(right_padding) > 0:
+        if lengths is not None and right_padding is not None and any(padding > 0 for padding in right_padding):
             if len(lengths) != len(self._rows.offsets):
                 raise ValueError(f"lengths has {len(lengths)} entries for a batch of {len(self._rows.offsets)} rows")
-            self._rows = dataclasses.replace(self._rows, lengths=tuple(lengths))
+            counts = tuple(checks.whole_number(f"lengths[{i}]", length, 0) for i, length in enumerate(lengths))
+            self._rows = dataclasses.replace(self._rows, lengths=counts)
 
     def finalize(self) -> None:
         """End of a padded prefill."""
@@ -269,6 +282,12 @@ class EvictingKVCache:
         twin.__dict__.update(self.__dict__)
         twin._view = None
         return twin
+
+    def __copy__(self) -> Self:
+        return self.__deepcopy__({})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_state, (self.state,)
 
     # Accounting
 
@@ -284,7 +303,7 @@ class EvictingKVCache:
     @property
     def tokens_seen(self) -> int:
         """Tokens passed to the first row of the batch."""
-        return self._rows.offsets[0]
+        return next(iter(self._rows.offsets), 0)
 
     @property
     def tokens_kept(self) -> int:
@@ -338,6 +357,16 @@ class EvictingKVCache:
         self._can_take_back = 0  # a batch holds no rows aside from before
         self._rows, self._view = merged([cache._rows for cache in caches], self._method), None
 
+    def _start_last_view(self) -> None:
+        """Have the last view computed where attention ignored it, and mlx_lm, which evaluates tokens, never would.
+
+        What a step leaves is tied to its view, so no graph grows from step to step. A view that attention read is
+        computed or under way, and costs nothing here.
+        """
+        if self._view is not None:
+            with contextlib.suppress(ValueError):  # inside a graph transformation, where nothing may be evaluated
+                mx.async_eval(*self._view)  # type: ignore[no-untyped-call]
+
     def _finish_rows(self) -> None:
         """Make up for what an update puts off, for callers that need every row's rank. Raises as below."""
         self._refuse_unobserved()
@@ -350,4 +379,14 @@ class EvictingKVCache:
                 f"{self._method.name} was set to score by the model's own queries, but the last block's queries never "
                 "came. Either the query tap is not installed on this model: use install(), or queries='proxy'. Or an "
                 "exception cut the model's call short: go on from a copy or file made before it, or from the prompt"
+            )
+
+
+def _check_evicting(caches: Sequence[Any]) -> None:
+    for cache in caches:
+        if not isinstance(cache, EvictingKVCache):
+            kind = f"{type(cache).__module__}.{type(cache).__qualname__}"
+            raise ValueError(
+                f"only evicting caches can share a batch, got a {kind}, whose rows follow another rule; merge caches "
+                "that one model made after install()"
             )

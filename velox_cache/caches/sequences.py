@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from velox_fn.engine import batch
+import mlx.core as mx
+
+from velox_fn.engine import batch, checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.store import Store
 
@@ -47,6 +49,17 @@ class Sequences:
         if self.batched or self.record is None:
             return self.offsets
         return self.offsets * int(self.store.offset.shape[0])
+
+    def index(self, name: str, row: object) -> int:
+        """`row` as the index of a row of the batch, counted from the end when negative.
+
+        Raises ValueError, naming the argument, when there is no such row.
+        """
+        n_rows = len(self.offset_per_row)
+        index = checks.whole_number(name, row, -n_rows)
+        if index >= n_rows:
+            raise ValueError(f"{name} must name one of the {n_rows} rows of this batch, from 0 on, got {index}")
+        return index % n_rows
 
     def real_tokens(self, n_tokens: int) -> tuple[int, ...]:
         """How many of the next tokens are real, per row."""
@@ -128,10 +141,10 @@ def extracted(rows: Sequences, row: int) -> Sequences:
 def trimmed(rows: Sequences, n_tokens: int) -> Sequences:
     """The rows as they were `n_tokens` tokens ago; see `velox_fn.engine.batch.trim`."""
     known = _known_offsets(rows)
-    return replace(
-        known.with_store(batch.trim(known.store, n_tokens)),
-        offsets=tuple(offset - n_tokens for offset in rows.offsets),
-    )
+    shorter = replace(known, offsets=tuple(offset - n_tokens for offset in rows.offsets))
+    store = batch.trim(known.store, n_tokens)
+    # A constant, where a difference would wait for the thread that made it.
+    return shorter.with_store(replace(store, offset=mx.array(shorter.offset_per_row, mx.int32)))
 
 
 def _known_offsets(rows: Sequences) -> Sequences:

@@ -39,7 +39,7 @@ def greedy_answer(
     Always decodes `n_tokens` tokens, past the answer's end too, so that speed and memory of two caches compare. The
     first four are not timed. `advance` is called with the tokens done. Raises ValueError unless n_tokens > 4.
     """
-    whole_number("n_tokens", n_tokens, _UNTIMED + 1)
+    n_tokens = whole_number("n_tokens", n_tokens, _UNTIMED + 1)
     caches = make_prompt_cache(model)
     done, found, start = 0, [], 0.0
 

@@ -38,8 +38,8 @@ def read_passage(
 
     Holds N x V float32 numbers. Raises ValueError unless 1 <= n_context < len(tokens).
     """
-    whole_number("block_size", block_size, 1)
-    whole_number("prefill_step_size", prefill_step_size, 1)
+    block_size = whole_number("block_size", block_size, 1)
+    prefill_step_size = whole_number("prefill_step_size", prefill_step_size, 1)
     if not 1 <= n_context < len(tokens):
         raise ValueError(
             f"n_context must be at least 1 and leave tokens to predict, got {n_context} for {len(tokens)} tokens"

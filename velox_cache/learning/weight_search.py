@@ -55,7 +55,7 @@ class SearchSizes:
 
     def __post_init__(self) -> None:
         for name, least in (("n_context", 32), ("n_scored", 2), ("n_prompts", 1), ("n_held_out", 1)):
-            checks.whole_number(name, getattr(self, name), least)
+            object.__setattr__(self, name, checks.whole_number(name, getattr(self, name), least))
         shares = self.budgets if isinstance(self.budgets, tuple) else ()
         if not shares or not all(isinstance(share, float) and 0 < share < 1 for share in shares):
             raise ValueError(f"budgets must be a tuple of shares of the context between 0 and 1, got {self.budgets!r}")
@@ -120,7 +120,7 @@ def search_weights(
     Raises ValueError when the texts are too short, when the state file is of another search, and what `install` raises.
     """
     names = term_names(terms)
-    checks.whole_number("seed", seed, 0)
+    seed = checks.whole_number("seed", seed, 0)
     if not seconds > 0:
         raise ValueError(f"seconds must be positive, got {seconds}; a step takes about a second on a small model")
     plain = without_weights(calibration)

@@ -70,9 +70,7 @@ def warm_up(
             fresh = ready & (store.offset < calib_tokens)
             filters = mx.where(fresh[:, None, None], _estimate(landed, calib_tokens), filters)
         landed = _rescored(landed, filters, score)
-        if landed.seen_by_all >= calib_tokens:
-            landed = dataclasses.replace(landed, warm_up=0)
-        else:
+        if landed.warming_up:
             landed = _within_budget(settle(landed, n_tokens), ready)
     settled = settle(landed, n_tokens)
     keys_view, values_view = mx.depends(list(tied(view, settled)), [filters])

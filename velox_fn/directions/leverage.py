@@ -26,7 +26,7 @@ def leverage_scores(weights: mx.array, values: mx.array, rank_cap: int = 16) -> 
 
     Raises ValueError when rank_cap < 1.
     """
-    checks.whole_number("rank_cap", rank_cap, 1)
+    rank_cap = checks.whole_number("rank_cap", rank_cap, 1)
     n_rows, value_dim = values.shape[-2:]
     weighted = weighted_rows(weights, values)
     if rank_cap >= min(n_rows, value_dim):

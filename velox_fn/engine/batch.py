@@ -52,7 +52,7 @@ def real_rows(store: Store, offset: int) -> int:
     if store.span is not None:
         b = store.span.seen.index(offset)
         return store.span.kept[b] + store.span.since[b]
-    warmed_up = 0 < store.warm_up <= offset
+    warmed_up = 0 < store.warming_up <= offset
     return min(offset, store.filled, store.budget) if warmed_up else min(offset, store.filled)
 
 
@@ -67,11 +67,9 @@ def with_seen(store: Store, seen_by_all: int) -> Store:
     """`store`, told how many tokens every sequence has seen, which after padded calls only the caller knows."""
     if store.span is not None:
         return store
-    store = dataclasses.replace(store, seen_by_all=seen_by_all)
-    if not 0 < store.warm_up <= seen_by_all:
-        return store
-    store = dataclasses.replace(store, warm_up=0)
-    return store if store.filled <= store.limit else narrow(store, store.limit, ordered=False)
+    known = dataclasses.replace(store, seen_by_all=seen_by_all)
+    over = store.warming_up > known.warming_up == 0
+    return narrow(known, known.limit, ordered=False) if over and known.filled > known.limit else known
 
 
 def trim(store: Store, n_tokens: int) -> Store:
@@ -89,24 +87,26 @@ def trim(store: Store, n_tokens: int) -> Store:
             f"cannot take back {n_tokens} tokens: rows have been evicted and rollback={store.rollback}; give the "
             f"method rollback={n_tokens} or more, or start again from the prompt"
         )
-    offset = store.offset - n_tokens
-    rows = used_rows(store)
-    positions = select.rank_positions(rows.ranks)
-    taken_back = positions >= offset[:, None, None]
-    rows = dataclasses.replace(rows, ranks=mx.where(taken_back, select.PADDING, rows.ranks))
-    if not store.ordered:  # rows of shorter sequences may stay as padding, which is finite
-        erased = taken_back[..., None]
-        rows = dataclasses.replace(rows, keys=mx.where(erased, 0, rows.keys), values=mx.where(erased, 0, rows.values))
-        rows = in_temporal_order(rows)
-    filled = store.filled - n_tokens
-    return dataclasses.replace(
+    shorter = dataclasses.replace(
         store,
-        keys=rows.keys[:, :, :filled],
-        values=rows.values[:, :, :filled],
-        ranks=rows.ranks[:, :, :filled],
-        offset=offset,
-        filled=filled,
+        offset=store.offset - n_tokens,
+        filled=store.filled - n_tokens,
         seen_by_all=store.seen_by_all - n_tokens,
+        unscored=max(store.unscored - n_tokens, 0),
+    )
+    if store.ordered:  # the last rows are those of the last tokens: counts alone change, and no row is touched
+        return shorter
+    rows = used_rows(store)
+    taken_back = select.rank_positions(rows.ranks) >= shorter.offset[:, None, None]
+    # Rows of shorter sequences may stay as padding, which is finite.
+    erased = Rows(
+        keys=mx.where(taken_back[..., None], 0, rows.keys),
+        values=mx.where(taken_back[..., None], 0, rows.values),
+        ranks=mx.where(taken_back, select.PADDING, rows.ranks),
+    )
+    rows, filled = in_temporal_order(erased), shorter.filled
+    return dataclasses.replace(
+        shorter, keys=rows.keys[:, :, :filled], values=rows.values[:, :, :filled], ranks=rows.ranks[:, :, :filled]
     )
 
 
@@ -132,7 +132,6 @@ def _joined_stores(stores: list[Store]) -> Store:
         raise ValueError(f"cannot merge stores of different (budget, n_sink, recent, rollback): {sorted(limits)}")
     if stores[0].span is not None:
         return slots.joined_stores(stores)
-    warm_up = max(store.warm_up for store in stores)
     closed = [_with_kept_rows_only(store) for store in stores]
     filled = max(store.filled for store in closed)
     parts = [padded(used_rows(store), filled) for store in closed]
@@ -145,7 +144,6 @@ def _joined_stores(stores: list[Store]) -> Store:
         filled=filled,
         ordered=all(store.ordered and store.filled == filled for store in closed),
         seen_by_all=min(store.seen_by_all for store in stores),
-        warm_up=warm_up,
     )
 
 

@@ -1,6 +1,8 @@
 """Argument checks that say what was given, why it cannot work and what to do."""
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -8,12 +10,26 @@ FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def whole_number(name: str, value: object, least: int) -> int:
-    """`value` as an int of at least `least`; ValueError otherwise. Booleans and floats are refused."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """`value` as an int of at least `least`: whatever has a `__index__`, numpy's whole numbers included.
+
+    ValueError otherwise; booleans and floats are refused. Go on with what this returns: it alone is plain JSON.
+    """
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, int):
         raise ValueError(f"{name} must be a whole number, got {value!r}; write for example {name}={max(least, 1)}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def plain(value: Any) -> Any:
+    """`value` as an int where it is a whole number of another type, such as numpy's; anything else as it is."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 def row_limits(budget: object, n_sink: object, recent: object, recent_name: str = "recent") -> tuple[int, int, int]:

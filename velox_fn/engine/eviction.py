@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from velox_fn.engine import select, slots
+from velox_fn.engine import checks, select, slots
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 from velox_fn.engine.store import Store, kept_rows
@@ -78,11 +78,15 @@ class Eviction:
     observation: Observation | None = None
     scored: Callable[[Any], Any] = lambda state: state
     """state -> state with a rank on each row. Within the budget a static method may put scoring off, and whatever reads
-    ranks beside its `update` (merging, trimming, saving) needs them."""
+    ranks beside its `update` (merging, filtering, a ragged mask) needs them."""
     shown: Shown | None = None
     """How attention sees the keys, where not as they are stored."""
     ready: Callable[[Any], Any] = lambda state: state
     """state -> state as the next token finds it, where rows leave at intervals (`interval`)."""
+
+    def __post_init__(self) -> None:
+        # Headers are JSON, which knows no numpy.
+        object.__setattr__(self, "settings", {name: checks.plain(value) for name, value in self.settings.items()})
 
 
 def kv(state: State) -> View:

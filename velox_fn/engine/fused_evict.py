@@ -51,7 +51,7 @@ def fused_evict(
     Both backends give the same bits for the same scores. Raises ValueError on shapes, dtypes or counts that do not fit,
     and when Metal is required and missing.
     """
-    checks.row_limits(budget, n_sink, recent)
+    budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
     if scores.shape != keys.shape[:3] or positions.shape != keys.shape[:3] or values.shape[:3] != keys.shape[:3]:
         raise ValueError(
             f"keys {tuple(keys.shape)}, values {tuple(values.shape)}, scores {tuple(scores.shape)} and positions "

@@ -25,9 +25,8 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
     offset = store.offset + (n_tokens if valid is None else valid)
     if store.filled > store.limit and not overwrites(store, n_tokens):
         store = without_dead_row(store)
-    if valid is None:
-        store = replaced(store, seen_by_all=store.seen_by_all + n_tokens)
-    else:
+    seen_by_all = store.seen_by_all + (n_tokens if valid is None else 0)
+    if valid is not None:
         real = (select.rank_positions(block.ranks) >= 0)[..., None]
         block = replaced(block, keys=mx.where(real, block.keys, 0), values=mx.where(real, block.values, 0))
         store = replaced(store, ordered=False)
@@ -37,8 +36,8 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
             store.keys, store.values, store.ranks, store.offset, block.keys, block.values, block.ranks
         )
         landed = replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False)
-        return landed, (keys, values)
-    landed = append(store, block, offset)
+        return replaced(landed, seen_by_all=seen_by_all), (keys, values)
+    landed = replaced(append(store, block, offset), seen_by_all=seen_by_all)
     if overwrites(landed, n_tokens):  # the next tokens will: a step that is compiled from here on serves them all
         landed = replaced(landed, ordered=False)
     if store.filled <= store.most_kept:

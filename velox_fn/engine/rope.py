@@ -29,7 +29,8 @@ class RopeSpec:
     freqs: tuple[float, ...] | None = None  # dims/2 positive numbers; infinity: the pair does not turn
 
     def __post_init__(self) -> None:
-        if checks.whole_number("dims", self.dims, 0) % 2:
+        object.__setattr__(self, "dims", checks.whole_number("dims", self.dims, 0))
+        if self.dims % 2:
             raise ValueError(f"dims must be even, since RoPE turns pairs of dimensions, got {self.dims}")
         if not self.base > 0 or not self.scale > 0:
             raise ValueError(f"base and scale must be above 0, got {self.base} and {self.scale}")

@@ -38,8 +38,6 @@ def opened(store: Store) -> Store:
 def fitted(store: Store) -> Store:
     """`store` in its simplest form: without columns that no sequence uses, and without slots in lockstep."""
     span = span_of(store)
-    if 0 < store.warm_up <= min(span.boundaries):  # over for all that are left
-        store = replaced(store, warm_up=0)
     settled = max(span.kept)
     start = span.settled
     fits = replaced(span, settled=settled, ragged=False)
@@ -140,7 +138,6 @@ def joined_stores(stores: Sequence[Store]) -> Store:
         filled=settled + span.interval,
         ordered=False,
         seen_by_all=min(span.seen),
-        warm_up=max(store.warm_up for store in stores),
         span=span,
     )
     return fitted(together)

@@ -123,6 +123,8 @@ def static_eviction(
     [H] as [B,H,1].
     `settings` holds what the method has beside the row counts.
     """
+    budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
+    rollback = checks.whole_number("rollback", rollback, 0)
     params = params or {}
     limits = {"budget": budget, "n_sink": n_sink, "recent": recent, "rollback": rollback}
 
@@ -145,8 +147,6 @@ def static_eviction(
         store, view = static_update(state.store, keys, values, score, state.params, valid)
         return replaced(state, store=store), view
 
-    checks.row_limits(budget, n_sink, recent)
-    checks.whole_number("rollback", rollback, 0)
     resolve_metal(use_metal_kernels)
 
     def all_scored(state: StaticState) -> StaticState:

@@ -31,19 +31,28 @@ class Store:
     recent: int
     rollback: int  # tokens that `trim` can take back after evictions; as many more rows are kept aside
     metal: bool  # whole blocks are scored and evicted by the Metal kernels
-    warm_up: int = 0  # rows kept without evicting while a method gathers what it needs to score; 0 when it is over
+    warm_up: int = 0  # first tokens from which a method gathers what it needs to score: none is evicted before
     unscored: int = 0  # the last so many used rows have no rank yet: only while the rows are all tokens, in order
     span: Span | None = None  # the tokens since the last boundary, where rows leave at intervals; they have no ranks
 
     @property
     def most_kept(self) -> int:
         """Most rows that `kept_rows` shows: the budget, once the method can score."""
-        return max(self.budget, self.warm_up)
+        return max(self.budget, self.warming_up)
+
+    @property
+    def warming_up(self) -> int:
+        """`warm_up` until every sequence has seen so many tokens, then 0."""
+        return self.warm_up if self.seen_by_all < self.warm_up else 0
 
     @property
     def limit(self) -> int:
-        """Most rows held after an eviction: the kept ones and those kept aside for a rollback."""
-        return self.most_kept + self.rollback
+        """Most rows held after an eviction: the kept ones and those kept aside for a rollback.
+
+        A rollback may lead back into the warm-up, whose rows all stay until it cannot.
+        """
+        reaches_back = self.seen_by_all < self.warm_up + self.rollback
+        return (max(self.budget, self.warm_up) if reaches_back else self.budget) + self.rollback
 
     @property
     def protected(self) -> int:

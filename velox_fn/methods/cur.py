@@ -53,10 +53,10 @@ def cur(
     """
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
     checks.one_of("combine", combine, COMBINE)
-    checks.whole_number("window", window, 1)
-    checks.whole_number("seed", seed, 0)
+    window = checks.whole_number("window", window, 1)
+    seed = checks.whole_number("seed", seed, 0)
     if sketch is not None:
-        checks.whole_number("sketch", sketch, 1)
+        sketch = checks.whole_number("sketch", sketch, 1)
 
     def init(
         batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32

@@ -79,12 +79,12 @@ def curdkv_init(
     D_v > 4 rank_cap), and is exact for blocks.
     Raises ValueError on counts that cannot work, an unknown granularity or solver.
     """
-    checks.whole_number("rank_cap", rank_cap, 1)
+    rank_cap = checks.whole_number("rank_cap", rank_cap, 1)
     checks.one_of("granularity", granularity, ("block", "token"))
     checks.one_of("solver", solver, ("subspace", "eigh"))
     checks.one_of("mean", mean, (False, True))
     if window is not None:
-        checks.whole_number("window", window, 1)
+        window = checks.whole_number("window", window, 1)
     store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent)
     tracks = solver == "subspace" and granularity == "block" and store.values.shape[-1] > 4 * rank_cap
     basis = (mx.zeros((batch, n_kv_heads, store.values.shape[-1], 2 * rank_cap)),) if tracks else ()

@@ -70,7 +70,7 @@ def expected_attention(
     Raises ValueError on counts that cannot work, moments that do not fit each other or are not finite, or a rollback
     without moments: what a query added to the sums cannot be taken back.
     """
-    checks.whole_number("future", future, 1)
+    future = checks.whole_number("future", future, 1)
     spec = None if rope is None else rope_spec(rope)
     settings = {"future": future, "rope": None if spec is None else spec.plain()}
     if query_mean is not None or query_cov is not None:

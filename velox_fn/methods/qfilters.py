@@ -103,8 +103,9 @@ def _init(
     **limits: Any,
 ) -> QFiltersState:
     # Looks at no array, so that a cache that begins does not wait for the device.
+    sign = checks.whole_number("sign", sign, -1)
     checks.one_of("sign", sign, (1, -1))
-    checks.whole_number("calib_tokens", calib_tokens, 2)
+    calib_tokens = checks.whole_number("calib_tokens", calib_tokens, 2)
     store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, **limits)
     if filters is None:
         return QFiltersState(

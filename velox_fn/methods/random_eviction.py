@@ -35,17 +35,19 @@ def random_eviction(
     first_head: the index, among the layer's KV heads, of the first one that this cache holds; not 0 where a model's
     heads are spread over machines. seed, layer, first_head: whole numbers below 2^32.
     """
-    for name, value in (("seed", seed), ("layer", layer), ("first_head", first_head)):
-        if checks.whole_number(name, value, 0) >= 2**32:
+    draws = {"seed": seed, "layer": layer, "first_head": first_head}
+    draws = {name: checks.whole_number(name, value, 0) for name, value in draws.items()}
+    for name, value in draws.items():
+        if value >= 2**32:
             raise ValueError(f"{name} must be below 2**32, got {value}")
     method = static_eviction(
         "random",
-        _lot(seed, layer, first_head),
+        _lot(**draws),
         budget=budget,
         n_sink=n_sink,
         recent=recent,
         rollback=rollback,
-        settings={"seed": seed, "layer": layer, "first_head": first_head},
+        settings=draws,
     )
     return at_intervals(method, interval)
 

@@ -32,9 +32,10 @@ def snapkv(*, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: 
     obs_window: trailing queries that vote, whose rows cannot be evicted. kernel: rows averaged over, an odd number.
     Raises ValueError on counts that cannot work.
     """
-    checks.whole_number("obs_window", obs_window, 1)
+    obs_window = checks.whole_number("obs_window", obs_window, 1)
+    kernel = checks.whole_number("kernel", kernel, 1)
     budget, n_sink, obs_window = checks.row_limits(budget, n_sink, obs_window, recent_name="obs_window")
-    if checks.whole_number("kernel", kernel, 1) % 2 == 0:
+    if kernel % 2 == 0:
         raise ValueError(f"kernel must be odd, so that a row stands in the middle of its neighbours, got {kernel}")
 
     init = dynamic_init(budget=budget, n_sink=n_sink, recent=obs_window)

@@ -192,7 +192,7 @@ def test_a_padded_prefill_ends_the_warm_up_once_every_row_has_its_filter():
     attend(batch, *(np.concatenate(parts) for parts in zip(drawn(30, 0), drawn(30, 1), strict=True)))
     batch.finalize()
     assert batch.record.frozen
-    assert batch.record.store.warm_up == 0
+    assert batch.record.store.warming_up == 0
 
 
 def test_a_bfloat16_batch_that_an_empty_cache_joins_stays_bfloat16():

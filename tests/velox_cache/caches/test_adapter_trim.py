@@ -157,12 +157,39 @@ def test_trim_inside_the_fallbacks_warm_up_is_exact_though_it_is_over_budget():
     assert_same(one, plain)
 
 
-def test_trim_across_the_fallbacks_freeze_raises():
+@pytest.mark.parametrize("calls", [[26, 5], [31], [29, 1, 1], [30, 1, 2, 1], [26, 7], [26, 8]], ids=str)
+@pytest.mark.parametrize("taken_back", [1, 4])
+@pytest.mark.parametrize("budget", [12, 29, 40])
+def test_rollback_across_the_end_of_the_fallbacks_warm_up_is_exact(calls, taken_back, budget):
+    # The filter comes from the first 30 keys: those that stay decide, whatever stood in their place before.
+    made = {"filters": None, "calib_tokens": 30, "rollback": 4, "budget": budget}
+    one, plain = cache(**made), cache(**made)
+    for n_tokens in calls:
+        feed(one, range(one.offset, one.offset + n_tokens))
+    assert one.trim(taken_back) == taken_back
+    feed(plain, range(one.offset))
+    assert_same(one, plain)
+    for block in ([100], [101, 102, 103], [104], range(105, 125), [125]):
+        assert feed(one, block) == feed(plain, block)
+        assert_same(one, plain)
+
+
+def test_a_rollback_to_where_nothing_was_evicted_can_be_followed_by_a_whole_one():
+    one, plain = cache(rollback=4), cache(rollback=4)
+    feed(one, range(14))
+    one.trim(4)
+    feed(one, range(10, 13))
+    assert one.trim(4) == 4
+    feed(plain, range(9))
+    assert_same(one, plain)
+
+
+def test_rows_held_for_a_rollback_into_the_warm_up_leave_once_none_can_lead_there():
     one = cache(filters=None, calib_tokens=30, rollback=4)
-    feed(one, range(32))
-    with pytest.raises(ValueError, match="2 can be taken back"):
-        one.trim(3)
-    assert one.trim(2) == 2
+    feed(one, range(33))
+    assert (one.size(), one.record.store.filled) == (12, 33)
+    feed(one, [33])
+    assert (one.size(), one.record.store.filled) == (12, 16)
 
 
 def test_trim_below_the_fallbacks_calibration_within_budget_estimates_the_filter_again():

@@ -7,6 +7,8 @@ import ast
 import copy
 import importlib
 import inspect
+import io
+import pickle
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
@@ -17,7 +19,7 @@ import pytest
 from calibrated import needed_arrays
 
 import velox_cache as vc
-from velox_fn import METHODS, kept_positions
+from velox_fn import METHODS, arrays, kept_positions
 from velox_fn.registry import method_factory
 
 PROBED_AND_ABSENT = {"to_quantized", "bits", "group_size"}  # mlx_lm takes their absence for "not quantised"
@@ -241,3 +243,51 @@ def test_window_size_is_refused() -> None:
 def test_left_padding_is_refused() -> None:
     with pytest.raises(ValueError, match="left_padding"):
         small("qfilters").prepare(left_padding=[0, 3])
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+@pytest.mark.parametrize("start", [1, 60])
+def test_no_graph_grows_where_attention_ignores_the_view(name: str, start: int) -> None:
+    # mlx_lm evaluates tokens only, so nothing asks for rows that no token depends on.
+    cache = small(name)
+    cache.update_and_fetch(*block(start))
+    waiting = []
+    for t in range(30):
+        cache.update_and_fetch(*block(1, seed=t))
+        graph = io.StringIO()
+        mx.export_to_dot(graph, *arrays(cache.record))
+        waiting.append(graph.getvalue().count("[label"))
+    assert len(set(waiting[10:])) == 1, waiting
+
+
+def test_several_calls_may_stand_in_one_compiled_function() -> None:
+    # Nothing may be evaluated while it is traced.
+    def seen(keys: mx.array) -> mx.array:
+        cache = small("random")
+        views = [cache.update_and_fetch(keys[:, :, part], keys[:, :, part]) for part in (slice(3), slice(3, 4))]
+        return mx.stack([keys.sum() + values.sum() for keys, values in views]).sum()
+
+    keys, _ = block(4)
+    np.testing.assert_allclose(mx.compile(seen)(keys).item(), seen(keys).item(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+@pytest.mark.parametrize("n_tokens", [0, 10, 60])
+def test_a_pickled_cache_goes_on_where_it_stood(name: str, n_tokens: int) -> None:
+    cache = small(name)
+    if n_tokens:
+        cache.update_and_fetch(*block(n_tokens))
+    again = pickle.loads(pickle.dumps(cache))
+    for seed in range(3):
+        views = [one.update_and_fetch(*block(1 + seed, seed)) for one in (cache, again)]
+        np.testing.assert_array_equal(np.array(views[0][0]), np.array(views[1][0]))
+    np.testing.assert_array_equal(np.array(kept_positions(cache.record)), np.array(kept_positions(again.record)))
+
+
+def test_a_pickled_batch_and_a_named_form_stay_what_they_are() -> None:
+    named = vc.QFiltersKVCache(vc.KVCacheConfig(qfilters_budget=40), filters=mx.ones((2, 8)))
+    named.update_and_fetch(*(rows.astype(mx.bfloat16) for rows in block(60)))
+    again = pickle.loads(pickle.dumps(vc.QFiltersKVCache.merge([named, named])))
+    assert type(again) is vc.QFiltersKVCache
+    assert (again.offset.tolist(), again.size(), again.nbytes) == ([60, 60], 40, 2 * again.extract(0).nbytes)
+    assert again.record.store.keys.dtype == mx.bfloat16
