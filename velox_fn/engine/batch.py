@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from velox_fn.engine import select, slots
-from velox_fn.engine.rows import in_temporal_order, padded
+from velox_fn.engine.rows import Rows, in_temporal_order, padded
 from velox_fn.engine.store import Store, held_rows, kept_rows, used_rows
 
 _State = TypeVar("_State")
