@@ -14,6 +14,7 @@ from velox_cache.caches.snapshots import Snapshots
 from velox_cache.caches.state import pack_state, same_method, unpack_state
 from velox_fn.engine import batch, checks
 from velox_fn.engine.eviction import Eviction, kept_bytes
+from velox_fn.engine.interval import interval_parts
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 
@@ -125,6 +126,18 @@ class EvictingKVCache:
             return self._rows.offsets[0]
         return mx.array(self._rows.offsets, mx.int32) if self._rows.record is None else self._rows.store.offset
 
+    @property
+    def interval(self) -> int:
+        """Tokens from one boundary, where rows leave, to the next; 1: they leave with every call."""
+        return int(self._method.settings.get("interval", 1))
+
+    def parts(self, n_tokens: int) -> tuple[int, ...]:
+        """How the next S tokens must be cut into calls, none of which may cross a boundary: the parts' sizes."""
+        if self.interval == 1:
+            return (n_tokens,)
+        parts = interval_parts(self._rows.offsets, self._rows.real_tokens(n_tokens), self.interval)
+        return (*parts[:-1], n_tokens - sum(parts[:-1]))  # with the padding after the last real token
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask for the next N tokens: None, "causal", or a bool array. See `masks`.
 
@@ -194,7 +207,7 @@ class EvictingKVCache:
 
         mlx_lm asks a fresh cache before speculative decoding: only a rollback keeps the promise that a yes would be.
         """
-        if self._interval > 1:
+        if self.interval > 1:
             return self._snapshots.most > 0 or self._rows.record is not None
         if not self._method.static or self._rollback > 0:
             return self._method.static
@@ -209,7 +222,7 @@ class EvictingKVCache:
         if not self.is_trimmable() or self._rows.record is None:
             return 0
         n = min(n, min(self._rows.offsets))
-        if self._interval > 1:
+        if self.interval > 1:
             self._rows, self._snapshots = self._snapshots.back(self._rows, n)
             self._view = None
             return n
@@ -326,7 +339,7 @@ class EvictingKVCache:
         if self.empty():
             return 0
         n_rows = self._rows.real_rows[0]
-        return n_rows if self._interval > 1 else min(n_rows, self._rows.store.most_kept)
+        return n_rows if self.interval > 1 else min(n_rows, self._rows.store.most_kept)
 
     @property
     def kept_bytes(self) -> int:
@@ -358,10 +371,6 @@ class EvictingKVCache:
     @property
     def _rollback(self) -> int:
         return int(self._method.settings.get("rollback", 0))
-
-    @property
-    def _interval(self) -> int:
-        return int(self._method.settings.get("interval", 1))
 
     @property
     def _has_evicted(self) -> bool:
