@@ -13,6 +13,7 @@ from velox_fn.directions.query_gram import (
 )
 from velox_fn.engine.eviction import Eviction, kept_bytes, kept_positions, kv
 from velox_fn.engine.fused_evict import fused_evict
+from velox_fn.engine.interval import at_intervals, interval_parts
 from velox_fn.engine.records import arrays, with_arrays
 from velox_fn.engine.rope import RopeSpec, rope_remap_positions
 from velox_fn.engine.scorers import SCORERS, StaticScorer
@@ -39,6 +40,7 @@ __all__ = [
     "RopeSpec",
     "StaticScorer",
     "arrays",
+    "at_intervals",
     "average_gqa_filters",
     "compute_qfilters",
     "cur",
@@ -51,6 +53,7 @@ __all__ = [
     "fused_evict",
     "fusion",
     "h2o",
+    "interval_parts",
     "kept_bytes",
     "kept_positions",
     "keydiff",

@@ -10,9 +10,11 @@ import mlx.core as mx
 
 from velox_cache.caches.masks import causal_array, ragged_mask
 from velox_cache.caches.sequences import Sequences, extracted, merged, selected, trimmed
+from velox_cache.caches.snapshots import Snapshots
 from velox_cache.caches.state import pack_state, same_method, unpack_state
 from velox_fn.engine import batch, checks
 from velox_fn.engine.eviction import Eviction, kept_bytes
+from velox_fn.engine.interval import interval_parts
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 
@@ -25,7 +27,7 @@ class MissingQueriesError(ValueError):
 class _Unobserved:
     """A block that is in the cache and waits for its queries."""
 
-    valid: mx.array | None
+    valid: Any
 
 
 class EvictingKVCache:
@@ -37,9 +39,10 @@ class EvictingKVCache:
     tap calls; without, the incoming keys stand in for queries.
     """
 
-    def __init__(self, method: Eviction, *, true_queries: bool = False) -> None:
+    def __init__(self, method: Eviction, *, true_queries: bool = False, snapshots: int = 0) -> None:
         self._method = method
         self._true_queries = true_queries and method.observation is not None
+        self._snapshots = Snapshots(checks.whole_number("snapshots", snapshots, 0))
         self._rows = Sequences()
         self._view: View | None = None
         self._unobserved: _Unobserved | None = None
@@ -68,7 +71,10 @@ class EvictingKVCache:
             )
         n_tokens = keys.shape[2]
         real = rows.real_tokens(n_tokens)
-        valid = None if min(real) == n_tokens else mx.array(real, mx.int32)
+        valid: Any = None if min(real) == n_tokens else mx.array(real, mx.int32)
+        if record.store.span is not None:  # boundaries are known on the host
+            valid = None if valid is None else real
+            self._snapshots = self._snapshots.before(rows)
         observation = self._method.observation
         if self._true_queries and observation is not None:
             record, view = observation.land(record, keys, values, valid)
@@ -129,6 +135,18 @@ class EvictingKVCache:
             return self._rows.offsets[0]
         return mx.array(self._rows.offsets, mx.int32) if self._rows.record is None else self._rows.store.offset
 
+    @property
+    def interval(self) -> int:
+        """Tokens from one boundary, where rows leave, to the next; 1: they leave with every call."""
+        return int(self._method.settings.get("interval", 1))
+
+    def parts(self, n_tokens: int) -> tuple[int, ...]:
+        """How the next S tokens must be cut into calls, none of which may cross a boundary: the parts' sizes."""
+        if self.interval == 1:
+            return (n_tokens,)
+        parts = interval_parts(self._rows.offsets, self._rows.real_tokens(n_tokens), self.interval)
+        return (*parts[:-1], n_tokens - sum(parts[:-1]))  # with the padding after the last real token
+
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask for the next N tokens: None, "causal", or a bool array. See `masks`.
 
@@ -144,11 +162,14 @@ class EvictingKVCache:
             raise ValueError("no row is left in this batch, so it has no mask; extend it with rows first")
         if self._rows.ragged or min(real) < N:
             self._finish_rows()
-            store = None if self._rows.record is None else self._rows.store
-            return ragged_mask(store, N, mx.array(real, mx.int32))
+        rows = self._rows
+        if rows.record is not None:
+            rows = dataclasses.replace(rows, record=self._method.ready(rows.record))
+        if rows.ragged or min(real) < N:
+            return ragged_mask(None if rows.record is None else rows.store, N, real)
         if N == 1:
             return None
-        return causal_array(self.size(), N) if return_array else "causal"
+        return causal_array(rows.kept, N) if return_array else "causal"
 
     # What mlx_lm's generation, batching and server call
 
@@ -187,13 +208,16 @@ class EvictingKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of every array held, preallocated room and the landing row included."""
-        return 0 if self._rows.record is None else sum(leaf.nbytes for leaf in arrays(self._rows.record))
+        held = (self._rows, *self._snapshots.states)
+        return sum(leaf.nbytes for rows in held if rows.record is not None for leaf in arrays(rows.record))
 
     def is_trimmable(self) -> bool:
         """Whether `trim` is exact: nothing was evicted yet, or the method keeps rows aside for a rollback.
 
         mlx_lm asks a fresh cache before speculative decoding: only a rollback keeps the promise that a yes would be.
         """
+        if self.interval > 1:
+            return self._snapshots.most > 0 or self._rows.record is not None
         if not self._method.static or self._rollback > 0:
             return self._method.static
         return self._rows.record is not None and not self._has_evicted
@@ -207,6 +231,10 @@ class EvictingKVCache:
         if not self.is_trimmable() or self._rows.record is None:
             return 0
         n = min(n, min(self._rows.offsets))
+        if self.interval > 1:
+            self._rows, self._snapshots = self._snapshots.back(self._rows, n)
+            self._view = None
+            return n
         if self._has_evicted:
             if n > self._can_take_back:
                 raise ValueError(
@@ -238,7 +266,7 @@ class EvictingKVCache:
         if not caches:
             raise ValueError("merge needs at least one cache, got none: a batch takes its method from its rows")
         _check_evicting(caches)
-        batched = cls._of(caches[0]._method, caches[0]._true_queries)
+        batched = cls._of(caches[0]._method, caches[0]._true_queries, caches[0]._snapshots.most)
         batched._absorb(caches)
         return batched
 
@@ -257,7 +285,7 @@ class EvictingKVCache:
         """Row `idx` as an unbatched cache of its own. Raises ValueError for one that is not there."""
         index = self._rows.index("idx", idx)
         self._finish_rows()
-        row = self._of(self._method, self._true_queries)
+        row = self._of(self._method, self._true_queries, self._snapshots.most)
         row._rows = extracted(self._rows, index)
         row._can_take_back = self._can_take_back
         return row
@@ -317,7 +345,10 @@ class EvictingKVCache:
     @property
     def tokens_kept(self) -> int:
         """Rows kept for the first row of the batch, first head."""
-        return 0 if self.empty() else min(self._rows.real_rows[0], self._rows.store.most_kept)
+        if self.empty():
+            return 0
+        n_rows = self._rows.real_rows[0]
+        return n_rows if self.interval > 1 else min(n_rows, self._rows.store.most_kept)
 
     @property
     def kept_bytes(self) -> int:
@@ -341,9 +372,9 @@ class EvictingKVCache:
     # Parts
 
     @classmethod
-    def _of(cls, method: Eviction, true_queries: bool) -> Self:
+    def _of(cls, method: Eviction, true_queries: bool, snapshots: int) -> Self:
         cache = cls.__new__(cls)  # named forms are constructed from a config, which is not needed any more
-        EvictingKVCache.__init__(cache, method, true_queries=true_queries)
+        EvictingKVCache.__init__(cache, method, true_queries=true_queries, snapshots=snapshots)
         return cache
 
     @property

@@ -3,27 +3,34 @@
 import mlx.core as mx
 
 from velox_fn.engine.select import competing_ranks, rank_positions, victim
+from velox_fn.engine.slots import opened, used_columns
 from velox_fn.engine.store import Store, overwrites, seen_rows
 
 
-def ragged_mask(store: Store | None, n_tokens: int, valid: mx.array) -> mx.array:
+def ragged_mask(store: Store | None, n_tokens: int, real: tuple[int, ...]) -> mx.array:
     """Which rows of the next view each query may attend to: bool [B,1,N,n+N], or [B,1,1,n] for the landing step.
 
-    store: the rows before the call, None when there are none. valid int32 [B]: real tokens among the next N of each
-    sequence. Padding is masked; a padding query attends to itself, so that no softmax is empty.
+    store: the rows before the call, None when there are none. real: tokens among the next N of each sequence. Padding
+    is masked; a padding query attends to itself, so that no softmax is empty.
     Every head of a sequence has its padding at the same rows, so the first head stands for all.
     """
-    steps = mx.arange(n_tokens)
+    steps, valid = mx.arange(n_tokens), mx.array(real, mx.int32)
     causal = steps[:, None] >= steps
     block = causal & ((steps < valid[:, None, None]) | (steps[:, None] == steps))
     if store is None:
         return block[:, None]
+    if store.span is not None:
+        if n_tokens == 1 and min(real) == 1:
+            return used_columns(opened(store), real)[:, None, None]
+        kept = used_columns(opened(store))
+        kept = mx.broadcast_to(kept[:, None], (kept.shape[0], n_tokens, kept.shape[1]))
+        return mx.concatenate([kept, block], axis=-1)[:, None]
     ranks = seen_rows(store, n_tokens).ranks[:, :1]
-    real = rank_positions(ranks[:, 0]) >= 0
+    shown = rank_positions(ranks[:, 0]) >= 0
     if overwrites(store, n_tokens):
         index = victim(competing_ranks(ranks, store.offset, store.recent))[:, 0]
-        return mx.put_along_axis(real, index, mx.array(True), axis=1)[:, None, None]
-    kept = mx.broadcast_to(real[:, None], (real.shape[0], n_tokens, real.shape[1]))
+        return mx.put_along_axis(shown, index, mx.array(True), axis=1)[:, None, None]
+    kept = mx.broadcast_to(shown[:, None], (shown.shape[0], n_tokens, shown.shape[1]))
     return mx.concatenate([kept, block], axis=-1)[:, None]
 
 

@@ -31,7 +31,10 @@ class Sequences:
     @property
     def kept(self) -> int:
         """Rows that attention finds."""
-        return 0 if self.record is None else min(self.store.filled, self.store.most_kept)
+        if self.record is None:
+            return 0
+        at_boundary = self.store.span is None or self.store.span.due
+        return min(self.store.filled, self.store.most_kept) if at_boundary else self.store.filled
 
     @property
     def ragged(self) -> bool:
@@ -121,7 +124,7 @@ def selected(rows: Sequences, indices: Sequence[int]) -> Sequences:
         return left
     left = _known_offsets(left)
     longest = max(left.real_rows)
-    if longest == left.store.filled:
+    if longest == left.store.filled or left.store.span is not None:
         return left
     ordered = min(left.real_rows) == longest
     return left.with_store(batch.narrow(left.store, min(longest, left.store.limit), ordered=ordered))
@@ -135,6 +138,8 @@ def extracted(rows: Sequences, row: int) -> Sequences:
         return alone
     n_rows = min(batch.real_rows(rows.store, offset), rows.store.limit)
     taken = replace(alone, record=batch.take(rows.record, [row]))
+    if taken.store.span is not None:
+        return taken
     return _known_offsets(taken.with_store(batch.narrow(taken.store, n_rows, ordered=True)))
 
 

@@ -18,6 +18,7 @@ from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters
 from velox_cache.calibration.fusion_choice import recent_share
 from velox_cache.installation.layer_arguments import CALIBRATED, PLACE, layer_arguments
 from velox_cache.installation.layer_budgets import Budgets, SoloKVCache, layer_budgets
+from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.introspection.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
 from velox_cache.introspection.shard import model_shard
@@ -59,6 +60,7 @@ class InstalledCaches:
     methods: Mapping[int, Eviction]
     cache_class: type[EvictingKVCache]
     tap: QueryTap | None
+    snapshots: int
     before: Callable[[], list[Any]] | None  # a make_cache of the user's own that this one stands in for
 
     def __post_init__(self) -> None:
@@ -79,7 +81,9 @@ class InstalledCaches:
         return make_caches(
             model,
             self.plan,
-            lambda layer: self.cache_class(self.methods[layer], true_queries=self.tap is not None),
+            lambda layer: self.cache_class(
+                self.methods[layer], true_queries=self.tap is not None, snapshots=self.snapshots
+            ),
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InstalledCaches":
@@ -100,6 +104,7 @@ def install(
     budget: int | Budgets | None = None,
     filters: Filters | None = None,
     queries: str = "true",
+    snapshots: int = 0,
     group: mx.distributed.Group | None = None,
     **settings: Any,
 ) -> InstallReport:
@@ -112,6 +117,11 @@ def install(
     needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that. filters: a
     calibration or the path of one, for the methods that take something from it. queries: for methods that score by
     attention, "true" taps the model's own queries, "proxy" lets the incoming keys stand in.
+
+    interval, a setting of every method: rows leave only when the tokens seen pass a multiple of it, so that what a
+    token sees does not depend on how the text was cut into calls; up to budget + interval rows are held. Calls of the
+    model that cross a boundary are taken apart there. snapshots: how many earlier boundaries `trim` can go back beyond;
+    each takes the memory of one more cache.
 
     On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
     them installs: its caches hold its own heads and layers, with their part of `filters`, which are the whole model's,
@@ -163,11 +173,13 @@ def install(
     cache_class = EvictingKVCache if own_budgets is None else SoloKVCache
     before = model.__dict__.get("make_cache")
     before = before.before if isinstance(before, InstalledCaches) else before
-    installed = InstalledCaches(weakref.ref(model), plan, methods, cache_class, tap, before)
+    installed = InstalledCaches(weakref.ref(model), plan, methods, cache_class, tap, snapshots, before)
     if tap is not None:
         _probe_queries(model, installed, tap)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
     model.make_cache = installed
+    if any_method.settings["interval"] > 1:
+        call_in_parts(model)
     return InstallReport(any_method.name, _settings_of_all(list(methods.values())), plan)
 
 
@@ -178,6 +190,7 @@ def uninstall(model: nn.Module) -> None:
         if installed.tap is not None:
             installed.tap.remove()
         del model.__dict__["make_cache"]
+        call_whole(model)
         if installed.before is not None:
             model.make_cache = installed.before
 

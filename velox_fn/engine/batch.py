@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from velox_fn.engine import select
-from velox_fn.engine.rows import Rows, in_temporal_order
+from velox_fn.engine import select, slots
+from velox_fn.engine.rows import Rows, in_temporal_order, padded
 from velox_fn.engine.store import Store, held_rows, kept_rows, used_rows
 
 _State = TypeVar("_State")
@@ -27,8 +27,7 @@ def merge(states: Sequence[_State]) -> _State:
 
 def take(state: _State, batch_rows: Sequence[int]) -> _State:
     """The sequences of `state` at these batch indices, in this order."""
-    index = mx.array(list(batch_rows), mx.int32)
-    taken: _State = _indexed(state, index)
+    taken: _State = _indexed(state, list(batch_rows))
     return taken
 
 
@@ -50,17 +49,24 @@ def narrow(store: Store, n_rows: int, *, ordered: bool) -> Store:
 
 def real_rows(store: Store, offset: int) -> int:
     """How many of the used rows are tokens of a sequence that has seen `offset` of them; the rest is padding."""
+    if store.span is not None:
+        b = store.span.seen.index(offset)
+        return store.span.kept[b] + store.span.since[b]
     warmed_up = 0 < store.warming_up <= offset
     return min(offset, store.filled, store.budget) if warmed_up else min(offset, store.filled)
 
 
 def has_evicted(store: Store, offset: int) -> bool:
     """Whether a sequence that has seen `offset` tokens has lost one: not while its rows warm up, nor within budget."""
+    if store.span is not None:
+        return real_rows(store, offset) < offset
     return offset > store.budget and offset >= store.warm_up
 
 
 def with_seen(store: Store, seen_by_all: int) -> Store:
     """`store`, told how many tokens every sequence has seen, which after padded calls only the caller knows."""
+    if store.span is not None:
+        return store
     known = dataclasses.replace(store, seen_by_all=seen_by_all)
     over = store.warming_up > known.warming_up == 0
     return narrow(known, known.limit, ordered=False) if over and known.filled > known.limit else known
@@ -71,8 +77,10 @@ def trim(store: Store, n_tokens: int) -> Store:
 
     Raises ValueError beyond that. The row that a token evicted comes back because `rollback` rows are kept aside. Only
     the shortest sequence's length is known here: where lengths differ, whoever merged them must know that no longer one
-    has lost a row.
+    has lost a row. Where rows leave at intervals: exact back to the last boundary.
     """
+    if store.span is not None:
+        return slots.taken_back(store, n_tokens)
     evicted = has_evicted(store, store.seen_by_all)
     if n_tokens > store.seen_by_all or (evicted and n_tokens > store.rollback):
         raise ValueError(
@@ -122,9 +130,11 @@ def _joined_stores(stores: list[Store]) -> Store:
     limits = {(store.budget, store.n_sink, store.recent, store.rollback) for store in stores}
     if len(limits) > 1:
         raise ValueError(f"cannot merge stores of different (budget, n_sink, recent, rollback): {sorted(limits)}")
+    if stores[0].span is not None:
+        return slots.joined_stores(stores)
     closed = [_with_kept_rows_only(store) for store in stores]
     filled = max(store.filled for store in closed)
-    parts = [_padded(used_rows(store), filled) for store in closed]
+    parts = [padded(used_rows(store), filled) for store in closed]
     return dataclasses.replace(
         stores[0],
         keys=mx.concatenate([rows.keys for rows in parts], axis=0),
@@ -152,26 +162,14 @@ def _with_kept_rows_only(store: Store) -> Store:
     )
 
 
-def _padded(rows: Rows, n_rows: int) -> Rows:
-    missing = n_rows - rows.ranks.shape[2]
-    if missing == 0:
-        return rows
-    batch, n_kv_heads = rows.ranks.shape[:2]
-    padding = mx.full((batch, n_kv_heads, missing), select.PADDING)
-    width = [(0, 0), (0, 0), (0, missing), (0, 0)]
-    return Rows(
-        keys=mx.pad(rows.keys, width),
-        values=mx.pad(rows.values, width),
-        ranks=mx.concatenate([rows.ranks, padding], axis=2),
-    )
-
-
-def _indexed(part: Any, index: mx.array) -> Any:
+def _indexed(part: Any, sequences: list[int]) -> Any:
+    if isinstance(part, Store) and part.span is not None:
+        return slots.taken_store(part, sequences)
     if isinstance(part, mx.array):
-        return mx.take(part, index, axis=0)
+        return mx.take(part, mx.array(sequences, mx.int32), axis=0)
     if isinstance(part, tuple):
-        return tuple(_indexed(leaf, index) for leaf in part)
+        return tuple(_indexed(leaf, sequences) for leaf in part)
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
         names = [field.name for field in dataclasses.fields(part)]
-        return dataclasses.replace(part, **{name: _indexed(getattr(part, name), index) for name in names})
+        return dataclasses.replace(part, **{name: _indexed(getattr(part, name), sequences) for name in names})
     return part

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, landing, select
 from velox_fn.engine.attention import Observed
-from velox_fn.engine.eviction import Eviction, Init, Observation
+from velox_fn.engine.eviction import Eviction, Init, Observation, Shown
 from velox_fn.engine.records import arrays, record
 from velox_fn.engine.rows import Rows, View, arriving_positions
 from velox_fn.engine.store import Store, check_block, init_store, used_rows
@@ -101,6 +101,7 @@ def dynamic_eviction(
     settings: Mapping[str, Any],
     params: Mapping[str, mx.array] | None = None,
     land: Land = land,
+    shown: Shown | None = None,
 ) -> Eviction:
     """A method of the two halves `land` and `observe(state, queries, scale, valid)`.
 
@@ -127,4 +128,5 @@ def dynamic_eviction(
         needs_queries=True,
         static=False,
         observation=Observation(land=land, observe=observe),
+        shown=shown,
     )

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from velox_fn.engine import checks, select
+from velox_fn.engine import checks, select, slots
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 from velox_fn.engine.store import Store, kept_rows
@@ -55,6 +55,10 @@ class Observation:
     """(landed, queries, scale, valid) -> state: scored by these queries and cut down to the budget."""
 
 
+Shown = Callable[[mx.array, mx.array, mx.array], mx.array]
+"""(keys [B,H,n,D], positions int32 [B,H,n], offset int32 [B]) -> keys [B,H,n,D]"""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Eviction:
     """A method, ready to use.
@@ -75,6 +79,10 @@ class Eviction:
     scored: Callable[[Any], Any] = lambda state: state
     """state -> state with a rank on each row. Within the budget a static method may put scoring off, and whatever reads
     ranks beside its `update` (merging, filtering, a ragged mask) needs them."""
+    shown: Shown | None = None
+    """How attention sees the keys, where not as they are stored."""
+    ready: Callable[[Any], Any] = lambda state: state
+    """state -> state as the next token finds it, where rows leave at intervals (`interval`)."""
 
     def __post_init__(self) -> None:
         # Headers are JSON, which knows no numpy.
@@ -84,6 +92,9 @@ class Eviction:
 def kv(state: State) -> View:
     """The kept rows, keys [B,H,n,D] and values [B,H,n,D_v], in temporal order; padding of ragged batches last."""
     store = state.store
+    if store.span is not None:
+        rows = slots.all_rows(store)
+        return rows.keys, rows.values
     if store.unscored:  # all tokens, in order
         return store.keys[:, :, : store.filled], store.values[:, :, : store.filled]
     rows = kept_rows(store)
@@ -93,6 +104,8 @@ def kv(state: State) -> View:
 def kept_positions(state: State) -> mx.array:
     """Absolute token positions int32 [B,H,n] of the rows of `kv(state)`; -1 for padding."""
     store = state.store
+    if store.span is not None:
+        return select.rank_positions(slots.all_rows(store).ranks)
     if store.unscored:
         return mx.broadcast_to(mx.arange(store.filled, dtype=mx.int32), (*store.ranks.shape[:2], store.filled))
     return select.rank_positions(kept_rows(store).ranks)
@@ -104,4 +117,5 @@ def kept_bytes(state: State) -> int:
     batch, n_kv_heads, _, head_dim = store.keys.shape
     row = head_dim * store.keys.itemsize + store.values.shape[-1] * store.values.itemsize
     beside = sum(leaf.nbytes for leaf in arrays(state)) - sum(leaf.nbytes for leaf in arrays(store))
-    return batch * n_kv_heads * min(store.filled, store.most_kept) * row + beside
+    n_rows = min(store.filled, store.most_kept) if store.span is None else store.filled
+    return batch * n_kv_heads * n_rows * row + beside

@@ -11,7 +11,7 @@ from velox_fn.engine.records import replaced
 from velox_fn.engine.rows import Rows, View, in_temporal_order
 from velox_fn.engine.store import Store, held_rows, overwrites, seen_rows, used_rows
 
-_GROWTH = 256  # rows; the step in which mlx_lm's own caches grow
+GROWTH = 256  # rows; the step in which mlx_lm's own caches grow
 
 
 def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View]:
@@ -43,7 +43,7 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
     if store.filled <= store.most_kept:
         return landed, (landed.keys[:, :, : landed.filled], landed.values[:, :, : landed.filled])
     seen = seen_rows(store, n_tokens)
-    return landed, (_joined(seen.keys, block.keys, 0), _joined(seen.values, block.values, 0))
+    return landed, (joined(seen.keys, block.keys, 0), joined(seen.values, block.values, 0))
 
 
 def without_dead_row(store: Store) -> Store:
@@ -95,11 +95,11 @@ def append(store: Store, block: Rows, offset: mx.array) -> Store:
         values = written(store.values, block.values, store.filled)
         ranks = written(store.ranks, block.ranks, store.filled)
     else:
-        room = min(-(-filled // _GROWTH) * _GROWTH, store.limit + 1) - filled
+        room = min(-(-filled // GROWTH) * GROWTH, store.limit + 1) - filled
         used = used_rows(store)
-        keys = _joined(used.keys, block.keys, room)
-        values = _joined(used.values, block.values, room)
-        ranks = _joined(used.ranks, block.ranks, room)
+        keys = joined(used.keys, block.keys, room)
+        values = joined(used.values, block.values, room)
+        ranks = joined(used.ranks, block.ranks, room)
     return replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, filled=filled)
 
 
@@ -135,7 +135,8 @@ def written(target: mx.array, rows: mx.array, start: int) -> mx.array:
     return written
 
 
-def _joined(old: mx.array, new: mx.array, room: int) -> mx.array:
+def joined(old: mx.array, new: mx.array, room: int) -> mx.array:
+    """Rows [B,H,n,...], the new ones after them, and room for so many more."""
     parts = [old, new] if old.shape[2] else [new]
     if room > 0:
         shape = (*new.shape[:2], room, *new.shape[3:])

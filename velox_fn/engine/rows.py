@@ -53,3 +53,18 @@ def arriving_positions(offset: mx.array, n_tokens: int, valid: mx.array | None) 
     if valid is None:
         return positions
     return mx.where(steps < valid[:, None, None], positions, -1)
+
+
+def padded(rows: Rows, n_rows: int) -> Rows:
+    """`rows` with padding after them, up to `n_rows`."""
+    missing = n_rows - rows.ranks.shape[2]
+    if missing == 0:
+        return rows
+    batch, n_kv_heads = rows.ranks.shape[:2]
+    padding = mx.full((batch, n_kv_heads, missing), select.PADDING)
+    width = [(0, 0), (0, 0), (0, missing), (0, 0)]
+    return Rows(
+        keys=mx.pad(rows.keys, width),
+        values=mx.pad(rows.values, width),
+        ranks=mx.concatenate([rows.ranks, padding], axis=2),
+    )

@@ -12,6 +12,7 @@ from velox_fn.engine import checks, select
 from velox_fn.engine.fused_evict import resolve_metal
 from velox_fn.engine.records import record
 from velox_fn.engine.rows import Rows, gather_rows, in_temporal_order, temporal_order
+from velox_fn.engine.span import Span
 
 
 @record
@@ -32,6 +33,7 @@ class Store:
     metal: bool  # whole blocks are scored and evicted by the Metal kernels
     warm_up: int = 0  # first tokens from which a method gathers what it needs to score: none is evicted before
     unscored: int = 0  # the last so many used rows have no rank yet: only while the rows are all tokens, in order
+    span: Span | None = None  # the tokens since the last boundary, where rows leave at intervals; they have no ranks
 
     @property
     def most_kept(self) -> int:

@@ -16,6 +16,7 @@ import mlx.core as mx
 from velox_fn.engine import checks, select
 from velox_fn.engine.dynamic import land, with_scores
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.records import arrays, record
 from velox_fn.engine.rows import View, arriving_positions
 from velox_fn.engine.store import Store, init_store, used_rows
@@ -42,6 +43,7 @@ def cur(
     window: int = 16,
     sketch: int | None = None,
     seed: int = 0,
+    interval: int = 1,
 ) -> Eviction:
     """The CUR method.
 
@@ -112,7 +114,7 @@ def cur(
         "sketch": sketch,
         "seed": seed,
     }
-    return Eviction(init, update, "cur", settings, static=False)
+    return at_intervals(Eviction(init, update, "cur", settings, static=False), interval)
 
 
 def _energy(rows: mx.array, sketch: int | None, draw: mx.array) -> mx.array:

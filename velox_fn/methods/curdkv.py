@@ -33,6 +33,7 @@ from velox_fn.engine import checks, landing
 from velox_fn.engine.attention import attention_mass, observe_rows
 from velox_fn.engine.dynamic import dynamic_eviction, land, updated, with_scores
 from velox_fn.engine.eviction import Eviction, Init
+from velox_fn.engine.interval import at_intervals, begun_at_intervals, interval_update
 from velox_fn.engine.observation_window import last_queries
 from velox_fn.engine.records import record
 from velox_fn.engine.rows import Rows, View
@@ -66,6 +67,7 @@ def curdkv_init(
     window: int | None = None,
     mean: bool = False,
     solver: str = "subspace",
+    interval: int = 1,
 ) -> CurDKVState:
     """An empty state.
 
@@ -86,7 +88,9 @@ def curdkv_init(
     store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent)
     tracks = solver == "subspace" and granularity == "block" and store.values.shape[-1] > 4 * rank_cap
     basis = (mx.zeros((batch, n_kv_heads, store.values.shape[-1], 2 * rank_cap)),) if tracks else ()
-    return CurDKVState(store=store, rank_cap=rank_cap, granularity=granularity, window=window, mean=mean, basis=basis)
+    state = CurDKVState(store=store, rank_cap=rank_cap, granularity=granularity, window=window, mean=mean, basis=basis)
+    begun: CurDKVState = begun_at_intervals(state, interval)
+    return begun
 
 
 def curdkv_step(
@@ -119,6 +123,8 @@ def curdkv_update(
     queries [B,H_q,S,D], the groups of query heads consecutive; the keys stand in for them when there are none.
     Raises ValueError when the block or its queries do not fit the state.
     """
+    if state.store.span is not None:
+        return interval_update(_AT_ONCE, state, keys, values, queries=queries, valid=valid)
     settled: tuple[CurDKVState, View] = updated(state, keys, values, queries, valid, land=land, observe=curdkv_observe)
     return settled
 
@@ -153,6 +159,7 @@ def curdkv(
     window: int | None = None,
     mean: bool = False,
     solver: str = "subspace",
+    interval: int = 1,
 ) -> Eviction:
     """The CurDKV method with these settings; arguments and errors as for `curdkv_init`."""
     settings: dict[str, Any] = {
@@ -168,7 +175,7 @@ def curdkv(
 
     init: Init = functools.partial(curdkv_init, **settings)
     init(1, 1, 1)  # refuses settings that cannot work
-    return dynamic_eviction("curdkv", init, curdkv_observe, settings)
+    return at_intervals(dynamic_eviction("curdkv", init, curdkv_observe, settings), interval)
 
 
 def _scored(state: CurDKVState, queries: mx.array, scale: float | None, valid: mx.array | None) -> CurDKVState:
@@ -216,3 +223,7 @@ def _taken_off(store: Store, n_tokens: int, valid: mx.array | None) -> tuple[Sto
         seen_by_all=store.seen_by_all - (n_tokens if valid is None else 0),
     )
     return before, Rows(keys=rows.keys[:, :, n:], values=rows.values[:, :, n:], ranks=rows.ranks[:, :, n:])
+
+
+_AT_ONCE = dynamic_eviction("curdkv", curdkv_init, curdkv_observe, {})
+"""What is given whole intervals."""

@@ -29,6 +29,7 @@ from velox_fn.engine import checks
 from velox_fn.engine.attention import Observed, observe_rows
 from velox_fn.engine.dynamic import dynamic_eviction, rescore
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.records import record
 from velox_fn.engine.rope import RopeSpec, mean_rotation, rope_remap_positions, rope_spec, turn_by
 from velox_fn.engine.select import Scores
@@ -59,6 +60,7 @@ def expected_attention(
     rollback: int = 0,
     query_mean: mx.array | None = None,
     query_cov: mx.array | None = None,
+    interval: int = 1,
 ) -> Eviction:
     """The Expected Attention method.
 
@@ -72,7 +74,7 @@ def expected_attention(
     spec = None if rope is None else rope_spec(rope)
     settings = {"future": future, "rope": None if spec is None else spec.plain()}
     if query_mean is not None or query_cov is not None:
-        return static_eviction(
+        method = static_eviction(
             "expected_attention",
             _calibrated_score,
             budget=budget,
@@ -82,6 +84,7 @@ def expected_attention(
             params=_checked_moments(query_mean, query_cov),
             settings=settings,
         )
+        return at_intervals(method, interval)
     if rollback:
         raise ValueError(f"rollback={rollback} needs query_mean and query_cov: without them queries change all scores")
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
@@ -113,7 +116,7 @@ def expected_attention(
         return dataclasses.replace(state, store=rescore(state.store, observed, scores))
 
     settings = {"budget": budget, "n_sink": n_sink, "recent": recent, **settings}
-    return dynamic_eviction("expected_attention", init, observe, settings)
+    return at_intervals(dynamic_eviction("expected_attention", init, observe, settings), interval)
 
 
 def _log_norms(values: mx.array) -> mx.array:

@@ -23,6 +23,7 @@ import mlx.core as mx
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.fused_evict import resolve_metal
+from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.scorers import METAL_SUMS, MLX_SUMS, SCORERS, head_by_head
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, Score, static_eviction
@@ -51,6 +52,7 @@ def fusion(
     deviations: mx.array | None = None,
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
+    interval: int = 1,
 ) -> Eviction:
     """The fusion of static scores. `install` brings the arrays from a calibration.
 
@@ -88,7 +90,7 @@ def fusion(
         settings={"terms": "+".join(names), "combine": combine},
     )
     if not missing:
-        return dataclasses.replace(plain, params=params)
+        return at_intervals(dataclasses.replace(plain, params=params), interval)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError(
@@ -96,7 +98,7 @@ def fusion(
             "calibrate`, and give what it makes as filters= to install, or --filters"
         )
 
-    return dataclasses.replace(plain, init=refuse, params=params)
+    return dataclasses.replace(at_intervals(plain, interval), init=refuse, params=params)
 
 
 def term_names(terms: str | Sequence[str]) -> tuple[str, ...]:

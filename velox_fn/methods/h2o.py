@@ -20,6 +20,7 @@ from velox_fn.engine import checks
 from velox_fn.engine.attention import attention_mass, observe_rows
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, land, rescore
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.renumber import gap_free, gap_free_view, renumbering
 from velox_fn.engine.rope import RopeSpec
 from velox_fn.engine.rows import View
@@ -33,6 +34,7 @@ def h2o(
     renumber: bool = False,
     rope: RopeSpec | Mapping[str, Any] | None = None,
     rope_base: float | None = None,
+    interval: int = 1,
 ) -> Eviction:
     """The H2O method.
 
@@ -52,13 +54,15 @@ def h2o(
         "renumber": renumber,
         "rope": None if spec is None else spec.plain(),
     }
-    return dynamic_eviction(
+    method = dynamic_eviction(
         "h2o",
         init,
         functools.partial(h2o_observe, rope=spec),
         settings,
         land=land if spec is None else functools.partial(_land_gap_free, spec),
+        shown=None if spec is None else functools.partial(gap_free, rope=spec),
     )
+    return at_intervals(method, interval)
 
 
 def h2o_observe(

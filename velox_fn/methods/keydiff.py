@@ -20,6 +20,7 @@ import mlx.core as mx
 from velox_fn.engine import checks, select
 from velox_fn.engine.dynamic import DynamicState, dynamic_init, land, with_scores
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.landing import tied
 from velox_fn.engine.rows import View
 from velox_fn.engine.scorers import MLX_SUMS, minus_cosine, unit_keys
@@ -29,7 +30,13 @@ from velox_fn.engine.store import used_rows
 
 
 def keydiff(
-    *, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int = 0, mean_keys: mx.array | None = None
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    rollback: int = 0,
+    mean_keys: mx.array | None = None,
+    interval: int = 1,
 ) -> Eviction:
     """The KeyDiff method. `mean_keys`: float32 [H, D], the calibrated mean key direction of each KV head.
 
@@ -39,7 +46,7 @@ def keydiff(
     if mean_keys is not None:
         checks.finite_matrix("mean_keys", mean_keys, "[n_kv_heads, head_dim]")
         checks.not_zero("mean_keys", mean_keys)
-        return static_eviction(
+        method = static_eviction(
             "keydiff",
             _difference,
             budget=budget,
@@ -48,13 +55,14 @@ def keydiff(
             rollback=rollback,
             params={"mean_keys": mean_keys},
         )
+        return at_intervals(method, interval)
     if rollback:
         raise ValueError(f"rollback={rollback} needs mean_keys: without them every new key changes all scores")
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
 
     init = dynamic_init(budget=budget, n_sink=n_sink, recent=recent)
     settings = {"budget": budget, "n_sink": n_sink, "recent": recent}
-    return Eviction(init, _running_update, "keydiff", settings, static=False)
+    return at_intervals(Eviction(init, _running_update, "keydiff", settings, static=False), interval)
 
 
 def _running_update(

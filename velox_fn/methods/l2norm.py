@@ -14,16 +14,18 @@ leaves the first two layers whole, here every layer has the budget that it is gi
 import mlx.core as mx
 
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.scorers import square_terms
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, static_eviction
 
 
-def l2norm(*, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int = 0) -> Eviction:
+def l2norm(*, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int = 0, interval: int = 1) -> Eviction:
     """The L2Norm method. ValueError on counts that cannot work."""
-    return static_eviction(
+    method = static_eviction(
         "l2norm", _minus_squared_norm, budget=budget, n_sink=n_sink, recent=recent, rollback=rollback
     )
+    return at_intervals(method, interval)
 
 
 def _minus_squared_norm(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:

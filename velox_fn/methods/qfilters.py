@@ -21,6 +21,7 @@ import mlx.core as mx
 from velox_fn.directions.key_svd import warm_up
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction, Init
+from velox_fn.engine.interval import at_intervals, begun_at_intervals, interval_update
 from velox_fn.engine.records import record, replaced
 from velox_fn.engine.rows import View
 from velox_fn.engine.scorers import metal_projection, projection_terms
@@ -59,6 +60,7 @@ def qfilters_init(
     filters: mx.array | None = None,
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
+    interval: int = 1,
 ) -> QFiltersState:
     """An empty state.
 
@@ -70,7 +72,7 @@ def qfilters_init(
     if filters is not None:
         checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
         checks.not_zero("filters", filters, axis=1)
-    return _init(
+    state = _init(
         batch,
         n_kv_heads,
         head_dim,
@@ -85,6 +87,8 @@ def qfilters_init(
         rollback=rollback,
         use_metal_kernels=use_metal_kernels,
     )
+    begun: QFiltersState = begun_at_intervals(state, interval)
+    return begun
 
 
 def _init(
@@ -127,6 +131,19 @@ def qfilters_update(
 
     Raises ValueError when the block does not fit the state.
     """
+    if state.store.span is not None:
+        return interval_update(_AT_ONCE, state, keys, values, valid=valid)
+    return _update(state, keys, values, valid=valid)
+
+
+def _update(
+    state: QFiltersState,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    queries: mx.array | None = None,
+    valid: mx.array | None = None,
+) -> tuple[QFiltersState, View]:
     score = _SCORES[state.store.metal, state.sign]
     if state.frozen:
         store, view = static_update(state.store, keys, values, score, (state.filters,), valid)
@@ -145,6 +162,7 @@ def qfilters(
     filters: mx.array | None = None,
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
+    interval: int = 1,
 ) -> Eviction:
     """The Q-Filters method with these settings; arguments and errors as for `qfilters_init`."""
     settings: dict[str, Any] = {
@@ -163,7 +181,7 @@ def qfilters(
     init: Init = functools.partial(_init, **settings, filters=filters, use_metal_kernels=use_metal_kernels)
     init(1, n_kv_heads, head_dim)  # refuses settings that cannot work
     params = {} if filters is None else {"filters": filters}
-    return Eviction(init, qfilters_update, "qfilters", settings, params, scored=_scored)
+    return at_intervals(Eviction(init, _update, "qfilters", settings, params, scored=_scored), interval)
 
 
 def _scored(state: QFiltersState) -> QFiltersState:
@@ -195,3 +213,5 @@ _SCORES: Mapping[tuple[bool, int], Score] = MappingProxyType(
         (True, -1): _negated(_metal_projection),
     }
 )
+_AT_ONCE = Eviction(qfilters_init, _update, "qfilters", {})
+"""What is given whole intervals."""

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, Score, static_eviction
 
@@ -27,6 +28,7 @@ def random_eviction(
     layer: int = 0,
     first_head: int = 0,
     rollback: int = 0,
+    interval: int = 1,
 ) -> Eviction:
     """The random method. `layer` makes layers draw apart. ValueError on counts that cannot work.
 
@@ -38,7 +40,7 @@ def random_eviction(
     for name, value in draws.items():
         if value >= 2**32:
             raise ValueError(f"{name} must be below 2**32, got {value}")
-    return static_eviction(
+    method = static_eviction(
         "random",
         _lot(**draws),
         budget=budget,
@@ -47,6 +49,7 @@ def random_eviction(
         rollback=rollback,
         settings=draws,
     )
+    return at_intervals(method, interval)
 
 
 @functools.cache

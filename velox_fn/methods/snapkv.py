@@ -21,11 +21,12 @@ from velox_fn.engine import checks
 from velox_fn.engine.attention import attention_mass, observe_rows
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.observation_window import last_queries
 from velox_fn.engine.rows import temporal_order
 
 
-def snapkv(*, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: int = 5) -> Eviction:
+def snapkv(*, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: int = 5, interval: int = 1) -> Eviction:
     """The SnapKV method.
 
     obs_window: trailing queries that vote, whose rows cannot be evicted. kernel: rows averaged over, an odd number.
@@ -54,7 +55,7 @@ def snapkv(*, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: 
         return dataclasses.replace(state, store=rescore(state.store, observed, left * old + votes))
 
     settings = {"budget": budget, "n_sink": n_sink, "obs_window": obs_window, "kernel": kernel}
-    return dynamic_eviction("snapkv", init, observe, settings)
+    return at_intervals(dynamic_eviction("snapkv", init, observe, settings), interval)
 
 
 @functools.cache

@@ -8,13 +8,15 @@ Differs from the paper: a whole block attends to all kept rows before any leaves
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 
 from velox_fn.engine.eviction import Eviction
-from velox_fn.engine.renumber import gap_free_view, renumbering
+from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.renumber import gap_free, gap_free_view, renumbering
 from velox_fn.engine.rope import RopeSpec
 from velox_fn.engine.rows import View
 from velox_fn.engine.select import Scores
@@ -30,6 +32,7 @@ def streaming_llm(
     renumber: bool = False,
     rope: RopeSpec | Mapping[str, Any] | None = None,
     rollback: int = 0,
+    interval: int = 1,
 ) -> Eviction:
     """The StreamingLLM method.
 
@@ -56,7 +59,8 @@ def streaming_llm(
 
     settings = {name: value for name, value in plain.settings.items() if name != "recent"}
     settings |= {"renumber": renumber, "rope": None if spec is None else spec.plain()}
-    return dataclasses.replace(plain, update=update, settings=settings)
+    shown = None if spec is None else functools.partial(gap_free, rope=spec)
+    return at_intervals(dataclasses.replace(plain, update=update, settings=settings, shown=shown), interval)
 
 
 def _recency(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
