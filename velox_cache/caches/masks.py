@@ -17,7 +17,7 @@ def ragged_mask(store: Store | None, n_tokens: int, real: tuple[int, ...]) -> mx
     steps, valid = mx.arange(n_tokens), mx.array(real, mx.int32)
     causal = steps[:, None] >= steps
     block = causal & ((steps < valid[:, None, None]) | (steps[:, None] == steps))
-    if store is None:
+    if store is None or (store.span is not None and max(store.span.seen) == 0):
         return block[:, None]
     if store.span is not None:
         if n_tokens == 1 and min(real) == 1:

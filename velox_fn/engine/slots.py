@@ -61,7 +61,7 @@ def fitted(store: Store) -> Store:
 
 def land_in_slots(store: Store, keys: mx.array, values: mx.array, real: tuple[int, ...]) -> tuple[Store, View]:
     """Let a block in, of which the first `real` tokens of each sequence are no padding. The view is all columns, with a
-    single token in its slot, and several after them.
+    single token in its slot, and several after them; of the first block, the block alone.
     """
     store = opened(store)
     span = span_of(store)
@@ -77,7 +77,9 @@ def land_in_slots(store: Store, keys: mx.array, values: mx.array, real: tuple[in
         return landed, (landed.keys, landed.values)
     there = (mx.arange(n_tokens) < mx.array(real)[:, None])[:, None, :, None]
     keys, values = mx.where(there, keys, 0), mx.where(there, values, 0)
-    view = mx.concatenate([store.keys, keys], axis=2), mx.concatenate([store.values, values], axis=2)
+    view = keys, values
+    if max(span.seen) > 0:
+        view = mx.concatenate([store.keys, keys], axis=2), mx.concatenate([store.values, values], axis=2)
     start = tuple(span.settled + since for since in span.since)
     landed = _advanced(
         store, scattered(store.keys, keys, start, real), scattered(store.values, values, start, real), real
