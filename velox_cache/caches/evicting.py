@@ -108,6 +108,8 @@ class EvictingKVCache:
         """
         if self._view is not None:
             return self._view
+        if self._rows.record is None:
+            raise ValueError("this cache has no view: call update_and_fetch first")
         store = self._rows.store
         if self._has_evicted:
             raise ValueError(
