@@ -23,6 +23,7 @@ EXAMPLES = f"""examples:
   velox eval perplexity smollm2-135m --method qfilters --budget 256 --filters filters.npz
   velox eval recency smollm2-135m --method qfilters --budget 128 --filters filters.npz
   velox eval prefill --method qfilters --budget 512
+  velox eval intervals smollm2-135m --method fusion --budget 512 --context 1024 --filters filters.npz
   velox eval memory smollm2-135m --method streaming_llm --budget 512
   velox eval synthetic qfilters
   velox eval synthetic curdkv
@@ -46,7 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind.add_argument("--budget", type=int, default=256, metavar="N", help="rows kept (default: 256)")
             kind.add_argument("--filters", metavar="FILE", help="filters of `velox calibrate`, for the Q-Filters arm")
             kind.add_argument("--by-token", action="store_true", help="also score token by token; slow")
-        if name in ("perplexity", "fidelity", "recency", "curdkv"):
+        if name == "intervals":
+            kind.add_argument("--passages", type=int, default=4, metavar="N", help="of the text (default: 4)")
+            kind.add_argument(
+                "--share", type=float, metavar="X", help="recent part of the budget (default: that of install)"
+            )
+        if name in ("perplexity", "fidelity", "recency", "curdkv", "intervals"):
             kind.add_argument("--scored", type=int, default=96, metavar="N", help="tokens predicted (default: 96)")
         if name == "attention":
             kind.add_argument("--filters", required=True, metavar="FILE", help="filters of `velox calibrate`")
@@ -175,6 +181,50 @@ def _prefill(arguments: argparse.Namespace) -> Result:
     return rows, rows
 
 
+def _intervals(arguments: argparse.Namespace) -> Result:
+    import numpy as np
+
+    from velox_cache import load_qfilters
+    from velox_cache.evaluation.intervals import read_at_intervals
+    from velox_cache.harness.texts import passages, text_named
+    from velox_cache.installation.layer_arguments import calibration_for
+    from velox_fn.registry import method_factory
+
+    model, tokenizer = load_model(arguments.model)
+    calibration = load_qfilters(arguments.filters) if arguments.filters else None
+    settings = method_settings(arguments)
+    peak = settings.pop("budget", 512)
+    tokens = list(tokenizer.encode(text_named(arguments.text)))
+    read = passages(tokens, arguments.context + arguments.scored, arguments.passages)
+    found = read_at_intervals(
+        model,
+        read,
+        arguments.method,
+        peak,
+        n_context=arguments.context,
+        settings=settings,
+        calibration=calibration_for(method_factory(arguments.method), calibration),
+        share=arguments.share,
+    )
+    at_once = np.array([one.kl_divergence for one in found if one.interval == 1])
+    rows: Records = []
+    for interval in dict.fromkeys(one.interval for one in found):
+        those = [one for one in found if one.interval == interval]
+        more = np.array([one.kl_divergence for one in those]) - at_once
+        rows.append(
+            {
+                "interval": interval,
+                "budget": those[0].budget,
+                "KL to full": float(np.mean([one.kl_divergence for one in those])),
+                "more than at 1": float(more.mean()),
+                "worse on": f"{(more > 0).sum()} of {len(those)}" if interval > 1 else "-",
+                "perplexity": float(np.exp(np.mean(np.log([one.perplexity for one in those])))),
+                "same next token": float(np.mean([one.agreement for one in those])),
+            }
+        )
+    return [vars(one) for one in found], rows
+
+
 def _memory(arguments: argparse.Namespace) -> Result:
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -231,6 +281,7 @@ _KINDS: Mapping[str, tuple[str, bool, bool]] = MappingProxyType(
         "fidelity": ("the same as perplexity: one reading gives both", True, True),
         "recency": ("how many recent rows to protect, at a budget", True, True),
         "prefill": ("prefill at once against chunks, of the cache alone: kept rows and time", False, True),
+        "intervals": ("what eviction at intervals costs in quality, at equal peak rows (--budget)", True, True),
         "memory": ("bytes and peak memory against the full cache", True, True),
         "curdkv": ("CurDKV's variants next to Q-Filters and H2O: true queries or keys, blocks or tokens", True, False),
         "synthetic": ("made-up keys of known geometry; needs no model", False, False),
@@ -245,6 +296,7 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
         "fidelity": _reading,
         "recency": _recency,
         "prefill": _prefill,
+        "intervals": _intervals,
         "memory": _memory,
         "curdkv": _curdkv,
         "synthetic": _synthetic,
