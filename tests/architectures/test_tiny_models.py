@@ -4,7 +4,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import ARCHITECTURES, CANNOT_RUN, RUNNING, model_of
+from runs import PROMPTS, batched, furthest
+from tiny_models import ARCHITECTURES, BATCH_WRONGLY, CANNOT_BATCH, CANNOT_RUN, RUNNING, model_of
 
 PROMPT = mx.array([[5, 9, 2, 7, 1]])
 
@@ -30,3 +31,16 @@ def test_what_cannot_run_says_so_with_its_plain_cache(architecture: str) -> None
     model = model_of(architecture)
     with pytest.raises((RuntimeError, ValueError), match=CANNOT_RUN[architecture]):
         mx.eval(model(PROMPT, cache=make_prompt_cache(model)))
+
+
+@pytest.mark.parametrize("architecture", CANNOT_BATCH)
+def test_what_cannot_be_batched_says_so_with_its_plain_caches(architecture: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=CANNOT_BATCH[architecture]):
+        batched(model_of(architecture), PROMPTS)
+
+
+@pytest.mark.parametrize("architecture", BATCH_WRONGLY)
+def test_plain_batch_of_these_is_not_what_each_prompt_is_alone(architecture: str) -> None:
+    model = model_of(architecture)
+    together, alone = batched(model, PROMPTS), [batched(model, [prompt])[0] for prompt in PROMPTS]
+    assert max(map(furthest, together, alone)) > 1e-3

@@ -21,6 +21,16 @@ CANNOT_RUN = {"olmo": "inplace addition on an mlx.core.array and str"} | (
 )
 RUNNING = tuple(name for name in ARCHITECTURES if name not in CANNOT_RUN)
 
+# What mlx_lm's batch generator answers for plain caches: no mask of theirs fits, or a cache has no batched form.
+CANNOT_BATCH = {
+    "gemma2": "cannot be broadcast",
+    "gpt_bigcode": "Only length-1 arrays",
+    "llama4": "does not yet support batching",
+}
+# Their recurrent state, or the layers that read another's rows, take in the padding of a ragged batch, so a plain batch
+# differs from each prompt alone.
+BATCH_WRONGLY = ("afm7", "baichuan_m1", "bailing_moe_linear", "jamba", "nemotron_h", "olmo_hybrid")
+
 
 @cache
 def model_of(architecture: str) -> nn.Module:

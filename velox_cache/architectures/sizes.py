@@ -157,6 +157,7 @@ PARTICULARS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "use_cla": True,
             "cla_share_factor": 2,
         },
+        "iquestloopcoder": {"loop_window_size": WINDOW},
         "jamba": {
             "layers_block_type": ["mamba", "attention"],
             "expert_layer_offset": 1,
@@ -285,6 +286,7 @@ PARTICULARS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3_vl": {"wraps": "qwen3"},
         "qwen3_vl_moe": {"wraps": "qwen3_moe"},
         "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+        "smollm3": _NEVER_MIXED,
         "spark2_5": {"rope_parameters": _BY_KIND},
         "step3p5": {
             "num_attention_groups": 2,

@@ -1,15 +1,14 @@
 """Which layers of a model get an evicting cache, and why the others do not."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache
 
 from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.introspection.masks_asked_for import masks_asked_for
 from velox_fn.engine.eviction import Eviction
 from velox_fn.methods.fusion import PER_TERM
 
@@ -76,16 +75,8 @@ def check_filter_layout(model: nn.Module, layer: int, method: Eviction) -> None:
 
 
 def asks_for_mask_arrays(model: nn.Module) -> bool:
-    """Whether a module of the model builds its mask with `return_array=True`: an array fits one row count only."""
-    files = {_source_file(type(module)) for module in model.modules()} - {None}
-    return any("return_array=True" in Path(str(file)).read_text() for file in files)
-
-
-def _source_file(cls: type) -> str | None:
-    try:
-        return inspect.getsourcefile(cls.__call__)
-    except (OSError, TypeError):  # built in, or not a callable of its own
-        return None
+    """Whether the model makes its mask for full attention as an array, which fits one number of rows only."""
+    return masks_asked_for(model, plain_caches(model)).arrays
 
 
 def _bounded(cache: Any, layer: int, make_cache: Callable[[int], EvictingKVCache]) -> Any:
@@ -128,4 +119,9 @@ def _refusal(model: nn.Module, caches: Sequence[Any]) -> str | None:
         )
     if any(getattr(module, "block_sparse", False) for module in modules):
         return "attention picks blocks of rows by their place (block-sparse), which evictions shift"
+    if masks_asked_for(model, caches).windows:
+        return (
+            "some of its layers see a sliding window of a cache that keeps every row; a window over the rows that "
+            "evictions leave is not defined, and which layers those are cannot be told"
+        )
     return None
