@@ -155,8 +155,9 @@ def _probe_queries(installed: InstalledCaches, tap: QueryTap) -> None:
         unseen = [entry.layer for entry, cache in zip(installed.plan, caches, strict=True) if not _observed(cache)]
         if unseen:
             raise ValueError(
-                f"model type {model_type(installed.model)!r} computes the attention of layers {unseen} by hand, where "
-                "its queries cannot be seen; use queries='proxy', or a method that needs no queries, such as qfilters"
+                f"model type {model_type(installed.model)!r} does the attention of layers {unseen} by hand, or over "
+                "arrays that their caches did not return, where its queries cannot be seen; use queries='proxy', or a "
+                "method that needs no queries, such as qfilters"
             )
     except BaseException:
         tap.remove()
@@ -165,7 +166,8 @@ def _probe_queries(installed: InstalledCaches, tap: QueryTap) -> None:
 
 def _observed(cache: Any) -> bool:
     try:
-        mx.eval([part.state for part in flat_caches([cache]) if isinstance(part, EvictingKVCache)])
+        for part in flat_caches([cache]):
+            _ = part.state if isinstance(part, EvictingKVCache) else None  # nothing is evaluated
     except MissingQueriesError:
         return False
     return True
