@@ -4,7 +4,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,13 @@ from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
 from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters
 from velox_cache.calibration.fusion_choice import recent_share
 from velox_cache.installation.layer_arguments import CALIBRATED, PLACE, layer_arguments
-from velox_cache.installation.layer_budgets import Budgets, SoloKVCache, layer_budgets
+from velox_cache.installation.layer_budgets import (
+    Budgets,
+    LayerBudgetKVCache,
+    SoloKVCache,
+    layer_budgets,
+    takes_own_masks,
+)
 from velox_cache.introspection.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
 from velox_cache.introspection.shard import model_shard
@@ -51,6 +57,7 @@ class InstalledCaches:
     plan: tuple[LayerPlan, ...]
     methods: Mapping[int, Eviction]
     cache_class: type[EvictingKVCache]
+    true_queries: bool
     tap: QueryTap | None
     before: Callable[[], list[Any]] | None  # a make_cache of the user's own that this one stands in for
 
@@ -58,7 +65,7 @@ class InstalledCaches:
         return make_caches(
             self.model,
             self.plan,
-            lambda layer: self.cache_class(self.methods[layer], true_queries=self.tap is not None),
+            lambda layer: self.cache_class(self.methods[layer], true_queries=self.true_queries),
         )
 
 
@@ -75,7 +82,7 @@ def install(
     """Make `model` use evicting caches wherever mlx_lm asks it for a prompt cache.
 
     budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
-    layer its own, for one sequence at a time (`layer_budgets`). settings: the other arguments of the method's factory,
+    layer its own (`layer_budgets`). settings: the other arguments of the method's factory,
     such as n_sink, recent. `recent` defaults to three quarters of the budget here: of the shares tried, it follows the
     full cache's next-token distribution best (docs/evaluation.md); without recent rows prediction loses the tokens it
     needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that. filters: a
@@ -121,13 +128,16 @@ def install(
             methods[entry.layer] = factory(**_with_default_recent(factory, arguments, share))
             check_filter_layout(model, entry.layer, methods[entry.layer])
     any_method = next(iter(methods.values()))
-    tap = QueryTap(model).install() if any_method.needs_queries and queries == "true" else None
-    cache_class = EvictingKVCache if own_budgets is None else SoloKVCache
+    true_queries = any_method.needs_queries and queries == "true"
     before = model.__dict__.get("make_cache")
     before = before.before if isinstance(before, InstalledCaches) else before
-    installed = InstalledCaches(model, plan, methods, cache_class, tap, before)
-    if tap is not None:
-        _probe_queries(installed, tap)
+    installed = InstalledCaches(model, plan, methods, EvictingKVCache, true_queries, None, before)
+    if true_queries:
+        installed = replace(installed, tap=QueryTap(model).install())
+        _probe_queries(installed)
+    if own_budgets is not None:
+        installed = _with_own_masks(installed)
+    tap = installed.tap
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
     model.make_cache = installed
     if tap is not None:
@@ -147,7 +157,21 @@ def uninstall(model: nn.Module) -> None:
             model.make_cache = installed.before
 
 
-def _probe_queries(installed: InstalledCaches, tap: QueryTap) -> None:
+def _with_own_masks(installed: InstalledCaches) -> InstalledCaches:
+    """The same with caches for budgets per layer, and the tap that a batch of them needs where the model takes it."""
+    batching = replace(installed, cache_class=LayerBudgetKVCache)
+    try:
+        batching = replace(batching, tap=installed.tap or QueryTap(installed.model).install())
+    except ValueError:
+        return replace(installed, cache_class=SoloKVCache)
+    if takes_own_masks(installed.model, batching):
+        return batching
+    if installed.tap is None and batching.tap is not None:
+        batching.tap.remove()
+    return replace(installed, cache_class=SoloKVCache)
+
+
+def _probe_queries(installed: InstalledCaches) -> None:
     """ValueError, with the tap removed, unless a call of the model shows every bounded layer its queries."""
     try:
         caches = installed()
@@ -160,7 +184,8 @@ def _probe_queries(installed: InstalledCaches, tap: QueryTap) -> None:
                 "method that needs no queries, such as qfilters"
             )
     except BaseException:
-        tap.remove()
+        if installed.tap is not None:
+            installed.tap.remove()
         raise
 
 
