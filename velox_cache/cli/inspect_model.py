@@ -6,37 +6,59 @@ from velox_cache.cli.model_argument import add_model_argument, model_folder
 
 EXAMPLES = """examples:
   velox inspect-model smollm2-135m
-  velox inspect-model mlx-community/gemma-3-270m-it-4bit"""
+  velox inspect-model mlx-community/gemma-3-270m-it-4bit
+  velox inspect-model --all > docs/architectures.md"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL."""
-    add_model_argument(parser)
+    """MODEL, --all."""
+    add_model_argument(parser, required=False)
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="say it of every architecture that mlx_lm has, in Markdown, from a small random model of each",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
+    """Print the plan. Raises ValueError unless it is told of which model, or of all."""
+    if arguments.all == (arguments.model is not None):
+        raise ValueError("give either MODEL or --all")
+    if arguments.all:
+        from velox_cache.architectures.page import page
+
+        print(page(), end="")
+    else:
+        _print_plan(arguments.model)
+    return 0
+
+
+def _print_plan(name: str) -> None:
     import mlx_lm
     from rich.console import Console
     from rich.table import Table
 
-    from velox_cache.introspection.plan import asks_for_mask_arrays, plan_layers
-    from velox_cache.introspection.query_tap import QueryTap, model_type
+    from velox_cache.architectures.verdict import verdict
+    from velox_cache.introspection.query_tap import model_type
 
-    model, _ = mlx_lm.load(str(model_folder(arguments.model) or arguments.model), lazy=True)
-    plan = plan_layers(model)
+    model, _ = mlx_lm.load(str(model_folder(name) or name), lazy=True)
+    found = verdict(model)
     table = Table("layer", "the model's own cache", "bounded", "why")
-    for entry in plan:
+    for entry in found.layers:
         table.add_row(str(entry.layer), entry.cache, "yes" if entry.bounded else "no", entry.reason)
     console = Console()
     console.print(table)
-    bounded = sum(entry.bounded for entry in plan)
-    console.print(f"{model_type(model)}: {bounded} of {len(plan)} layers can be bounded")
-    try:
-        QueryTap(model)
+    bounded = sum(entry.bounded for entry in found.layers)
+    console.print(f"{model_type(model)}: {bounded} of {len(found.layers)} layers can be bounded")
+    if not bounded:
+        return
+    if found.no_queries is None:
         console.print("attention can be observed: methods that score by true queries work")
-    except ValueError as error:
-        console.print(f"methods that score by attention need queries='proxy' here: {error}")
-    if asks_for_mask_arrays(model):
+    else:
+        console.print(f"methods that score by attention need queries='proxy' here: {found.no_queries}")
+    if found.no_renumbering is None:
+        console.print("the rotary embedding can be read: renumber=True works")
+    else:
+        console.print(f"renumber=True is refused: {found.no_renumbering}")
+    if found.mask_arrays:
         console.print("masks are arrays, made once for all layers: every layer needs the same budget")
-    return 0

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """MODEL."""
+def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """MODEL, None when it is left out and not `required`."""
     parser.add_argument(
         "model",
+        nargs=None if required else "?",
         metavar="MODEL",
         help="a model folder, the short name of a fetched model (velox fetch-model), or a Hugging Face repository "
         "that mlx_lm can load, such as mlx-community/Llama-3.2-3B-Instruct-4bit",

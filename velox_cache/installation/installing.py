@@ -17,7 +17,13 @@ from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
 from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters
 from velox_cache.calibration.fusion_choice import recent_share
 from velox_cache.installation.layer_arguments import CALIBRATED, PLACE, layer_arguments
-from velox_cache.installation.layer_budgets import Budgets, SoloKVCache, layer_budgets
+from velox_cache.installation.layer_budgets import (
+    Budgets,
+    LayerBudgetKVCache,
+    SoloKVCache,
+    layer_budgets,
+    takes_own_masks,
+)
 from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.introspection.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
@@ -59,13 +65,16 @@ class InstalledCaches:
     plan: tuple[LayerPlan, ...]
     methods: Mapping[int, Eviction]
     cache_class: type[EvictingKVCache]
+    true_queries: bool
     tap: QueryTap | None
     snapshots: int
     before: Callable[[], list[Any]] | None  # a make_cache of the user's own that this one stands in for
 
-    def __post_init__(self) -> None:
+    def owning_tap(self) -> "InstalledCaches":
+        """The same, whose tap goes when it does: else a model that is dropped would leave its tap in shared code."""
         if self.tap is not None:
-            weakref.finalize(self, self.tap.remove)  # else a model that is dropped would leave its tap in shared code
+            weakref.finalize(self, self.tap.remove)
+        return self
 
     def __call__(self) -> list[Any]:
         model = self.model()
@@ -82,19 +91,20 @@ class InstalledCaches:
             model,
             self.plan,
             lambda layer: self.cache_class(
-                self.methods[layer], true_queries=self.tap is not None, snapshots=self.snapshots
+                self.methods[layer], true_queries=self.true_queries, snapshots=self.snapshots
             ),
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InstalledCaches":
         """Inside a copy of the model: that copy's own."""
         twin = memo.get(id(self.model()))
-        return replace(
+        copied = replace(
             self,
             model=self.model if twin is None else weakref.ref(twin),
             tap=copy.deepcopy(self.tap, memo),
             before=copy.deepcopy(self.before, memo),
         )
+        return copied.owning_tap()
 
 
 def install(
@@ -111,7 +121,7 @@ def install(
     """Make `model` use evicting caches wherever mlx_lm asks it for a prompt cache.
 
     budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
-    layer its own, for one sequence at a time (`layer_budgets`). settings: the other arguments of the method's factory,
+    layer its own (`layer_budgets`). settings: the other arguments of the method's factory,
     such as n_sink, recent. `recent` defaults to three quarters of the budget here: of the shares tried, it follows the
     full cache's next-token distribution best (docs/evaluation.md); without recent rows prediction loses the tokens it
     needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that. filters: a
@@ -169,15 +179,19 @@ def install(
             raise ValueError(f"layer {shard.first_layer + layer}: {error}") from error
         check_filter_layout(model, layer, methods[layer])
     any_method = next(iter(methods.values()))
-    tap = QueryTap(model).install() if any_method.needs_queries and queries == "true" else None
-    cache_class = EvictingKVCache if own_budgets is None else SoloKVCache
+    true_queries = any_method.needs_queries and queries == "true"
     before = model.__dict__.get("make_cache")
     before = before.before if isinstance(before, InstalledCaches) else before
-    installed = InstalledCaches(weakref.ref(model), plan, methods, cache_class, tap, snapshots, before)
-    if tap is not None:
-        _probe_queries(model, installed, tap)
+    installed = InstalledCaches(
+        weakref.ref(model), plan, methods, EvictingKVCache, true_queries, None, snapshots, before
+    )
+    if true_queries:
+        installed = replace(installed, tap=QueryTap(model).install())
+        _probe_queries(model, installed)
+    if own_budgets is not None:
+        installed = _with_own_masks(model, installed)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
-    model.make_cache = installed
+    model.make_cache = installed.owning_tap()
     if any_method.settings["interval"] > 1:
         call_in_parts(model)
     return InstallReport(any_method.name, _settings_of_all(list(methods.values())), plan)
@@ -195,7 +209,21 @@ def uninstall(model: nn.Module) -> None:
             model.make_cache = installed.before
 
 
-def _probe_queries(model: nn.Module, installed: InstalledCaches, tap: QueryTap) -> None:
+def _with_own_masks(model: nn.Module, installed: InstalledCaches) -> InstalledCaches:
+    """The same with caches for budgets per layer, and the tap that a batch of them needs where the model takes it."""
+    batching = replace(installed, cache_class=LayerBudgetKVCache)
+    try:
+        batching = replace(batching, tap=installed.tap or QueryTap(model).install())
+    except ValueError:
+        return replace(installed, cache_class=SoloKVCache)
+    if takes_own_masks(model, batching):
+        return batching
+    if installed.tap is None and batching.tap is not None:
+        batching.tap.remove()
+    return replace(installed, cache_class=SoloKVCache)
+
+
+def _probe_queries(model: nn.Module, installed: InstalledCaches) -> None:
     """ValueError, with the tap removed, unless a call of the model shows every bounded layer its queries."""
     try:
         caches = installed()
@@ -203,17 +231,20 @@ def _probe_queries(model: nn.Module, installed: InstalledCaches, tap: QueryTap) 
         unseen = [entry.layer for entry, cache in zip(installed.plan, caches, strict=True) if not _observed(cache)]
         if unseen:
             raise ValueError(
-                f"model type {model_type(model)!r} computes the attention of layers {unseen} by hand, where "
-                "its queries cannot be seen; use queries='proxy', or a method that needs no queries, such as qfilters"
+                f"model type {model_type(model)!r} does the attention of layers {unseen} by hand, or over "
+                "arrays that their caches did not return, where its queries cannot be seen; use queries='proxy', or a "
+                "method that needs no queries, such as qfilters"
             )
     except BaseException:
-        tap.remove()
+        if installed.tap is not None:
+            installed.tap.remove()
         raise
 
 
 def _observed(cache: Any) -> bool:
     try:
-        mx.eval([part.state for part in flat_caches([cache]) if isinstance(part, EvictingKVCache)])
+        for part in flat_caches([cache]):
+            _ = part.state if isinstance(part, EvictingKVCache) else None  # nothing is evaluated
     except MissingQueriesError:
         return False
     return True

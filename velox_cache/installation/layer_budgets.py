@@ -8,17 +8,48 @@ import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.plan import LayerPlan, asks_for_mask_arrays
+from velox_fn.engine.rows import View
 
 Budgets = Sequence[int] | Callable[[int], int]
 
 _NO_BATCH = (
-    "layers with budgets of their own cannot share a ragged batch: a model builds one mask for all its layers, and "
-    "here each layer holds another number of rows; give every layer the same budget, or serve one sequence at a time"
+    "layers with budgets of their own cannot share a ragged batch on this model: it makes one mask for all its layers, "
+    "each of which holds another number of rows, and its attention cannot be given another; give every layer the same "
+    "budget, or serve one sequence at a time"
 )
+# What a batch gives the model for a mask. Attention that is not given the layer's own in its place refuses it by name.
+OWN_MASK = "the mask of each layer's own cache, which the tap that install() puts on attention hands over"
 
 
-class SoloKVCache(EvictingKVCache):
-    """An evicting cache whose budget is not that of the other layers, and which therefore cannot be batched.
+class LayerBudgetKVCache(EvictingKVCache):
+    """An evicting cache whose budget is not that of the other layers, and which brings a mask of its own to a batch."""
+
+    _mask: mx.array | str | None = None  # of the last view
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """As in EvictingKVCache for one sequence; OWN_MASK for a batch.
+
+        Raises ValueError for an array, which would fit this layer only.
+        """
+        if return_array and N > 1:
+            raise ValueError(_ARRAY_MASK)
+        mask = super().make_mask(N, window_size=window_size)
+        return OWN_MASK if self._rows.batched else mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
+        """As in EvictingKVCache."""
+        mask = super().make_mask(keys.shape[2]) if self._rows.batched else None
+        view = super().update_and_fetch(keys, values)
+        self._mask = mask
+        return view
+
+    def own_mask(self, mask: mx.array | str | None) -> mx.array | str | None:
+        """The mask for attention over the last view, where the model gives OWN_MASK; any other stays."""
+        return self._mask if mask is OWN_MASK else mask
+
+
+class SoloKVCache(LayerBudgetKVCache):
+    """A LayerBudgetKVCache for a model whose attention cannot be given a mask, and which therefore cannot be batched.
 
     `merge` is absent as far as mlx_lm can see, so that its server serves such a model one request at a time and its
     batch generator refuses it.
@@ -37,12 +68,6 @@ class SoloKVCache(EvictingKVCache):
         """Raises ValueError for a prefill with padding: see the class."""
         if any(padding.get("right_padding") or ()) or any(padding.get("left_padding") or ()):
             raise ValueError(_NO_BATCH)
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """As in EvictingKVCache, but raises ValueError for an array, which would fit this layer only."""
-        if return_array and N > 1:
-            raise ValueError(_ARRAY_MASK)
-        return super().make_mask(N, window_size=window_size)
 
 
 _ARRAY_MASK = (
@@ -67,3 +92,17 @@ def layer_budgets(model: nn.Module, plan: Sequence[LayerPlan], budgets: Budgets)
             "(those of layers that are not bounded do not count), or a function of the layer's index"
         )
     return {entry.layer: budgets[entry.layer] for entry in plan if entry.bounded}
+
+
+def takes_own_masks(model: nn.Module, make_caches: Callable[[], list[Any]]) -> bool:
+    """Whether each layer's attention gets its own mask in a batch, under a tap, tried without evaluating anything.
+
+    make_caches: fresh prompt caches, of `LayerBudgetKVCache` where a layer is bounded. Not so where attention is done
+    by hand, where layers read another layer's rows, or where one of the caches has no batched form.
+    """
+    try:
+        batch: Any = [type(one).merge([one, other]) for one, other in zip(make_caches(), make_caches(), strict=True)]
+        model(mx.array([[0, 1], [0, 1]]), cache=batch)
+    except Exception:  # whatever it is: such a model is served one sequence at a time
+        return False
+    return True

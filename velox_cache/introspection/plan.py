@@ -1,9 +1,7 @@
 """Which layers of a model get an evicting cache, and why the others do not."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -11,6 +9,7 @@ from mlx_lm.models.cache import KVCache
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.cache_kinds import class_name, is_list, is_plain, parts, with_parts
+from velox_cache.introspection.masks_asked_for import masks_asked_for
 from velox_fn.engine.eviction import Eviction
 from velox_fn.methods.fusion import PER_TERM
 
@@ -81,16 +80,8 @@ def check_filter_layout(model: nn.Module, layer: int, method: Eviction) -> None:
 
 
 def asks_for_mask_arrays(model: nn.Module) -> bool:
-    """Whether a module of the model builds its mask with `return_array=True`: an array fits one row count only."""
-    files = {_source_file(type(module)) for module in model.modules()} - {None}
-    return any("return_array=True" in Path(str(file)).read_text() for file in files)
-
-
-def _source_file(cls: type) -> str | None:
-    try:
-        return inspect.getsourcefile(cls.__call__)
-    except (OSError, TypeError):  # built in, or not a callable of its own
-        return None
+    """Whether the model makes its mask for full attention as an array, which fits one number of rows only."""
+    return masks_asked_for(model, plain_caches(model)).arrays
 
 
 def _plan(layer: int, cache: Any, refusal: str | None) -> LayerPlan:
@@ -136,5 +127,10 @@ def _refusal(model: nn.Module, caches: Sequence[Any]) -> str | None:
         return (
             "layers that read the last layer's rows take their number for the position of their queries, and evictions "
             "lower it"
+        )
+    if masks_asked_for(model, caches).windows:
+        return (
+            "some of its layers see a sliding window of a cache that keeps every row; a window over the rows that "
+            "evictions leave is not defined, and which layers those are cannot be told"
         )
     return None

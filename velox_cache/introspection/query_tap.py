@@ -109,6 +109,7 @@ def observe_queries(
 ) -> Iterator[QueryTap]:
     """Observe the queries of `model`'s attention inside a `with` block.
 
+    A cache that has a method `own_mask(mask)` says before each of its calls which mask takes the place of the model's.
     Each attention call of the model is reported twice, once it ran: to its cache, when that has a method
     `observe_queries(output, queries, keys, values, scale)`, whose result (the output, perhaps tied to new state with
     `mx.depends`) takes the output's place; and to `callback`, as an `ObservedAttention`.
@@ -169,8 +170,12 @@ class _TappedAttention:
     ) -> mx.array:
         # mlx_lm's attention over a quantised cache scales its queries in place; observers get them as they came.
         seen = mx.stop_gradient(queries) if hasattr(cache, "bits") else queries
-        output = self.attention(queries, keys, values, cache, scale, *rest, **options)
         taps = self.taps
+        own_mask = getattr(cache, "own_mask", None) if taps else None
+        if own_mask is not None:
+            given, *rest_after = rest or (options.pop("mask", None),)
+            rest = (own_mask(given), *rest_after)
+        output = self.attention(queries, keys, values, cache, scale, *rest, **options)
         if not taps:
             return output
         observe = getattr(cache, "observe_queries", None)

@@ -6,9 +6,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.models import iquestloopcoder, llama
 from mlx_lm.models.cache import make_prompt_cache
 
 import velox_cache as vc
+from velox_cache.architectures.tiny import tiny_model as architecture_model
 from velox_fn import kept_positions
 
 PROMPT = [(11 * i) % 97 for i in range(90)]
@@ -48,14 +50,14 @@ def test_report_shows_each_layers_own_numbers(tiny_model: Callable[..., nn.Modul
     model = tiny_model()
     report = vc.install(model, "l2norm", budget=[40, 16])
     own = [cache.method.settings for cache in make_prompt_cache(model)]
-    assert report.settings == {"budget": [40, 16], "n_sink": 4, "recent": [30, 11], "rollback": 0}
+    assert report.settings == {"budget": [40, 16], "n_sink": 4, "recent": [30, 11], "rollback": 0, "interval": 1}
     assert own == [{**report.settings, "budget": n, "recent": r} for n, r in ((40, 30), (16, 11))]
     assert "budget=[40, 16], n_sink=4, recent=[30, 11]" in str(report)
 
 
 def test_report_shows_one_number_where_layers_agree(tiny_model: Callable[..., nn.Module]) -> None:
     report = vc.install(tiny_model(), "random", budget=40)
-    assert report.settings == {"budget": 40, "n_sink": 4, "recent": 30, "seed": 0, "rollback": 0}
+    assert report.settings == {"budget": 40, "n_sink": 4, "recent": 30, "seed": 0, "rollback": 0, "interval": 1}
 
 
 @pytest.mark.parametrize(
@@ -104,25 +106,69 @@ def test_mask_array_is_refused_by_the_cache_itself_too(tiny_model: Callable[...,
         make_prompt_cache(model)[0].make_mask(4, return_array=True)
 
 
-def test_batch_generator_refuses_to_batch(tiny_model: Callable[..., nn.Module]) -> None:
+def generated_in_one_batch(model: nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+    generator = BatchGenerator(model)
+    uids = generator.insert(prompts, [12] * len(prompts))
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    while responses := generator.next_generated():
+        for response in responses:
+            tokens[response.uid].append(response.token)
+    generator.close()
+    return [tokens[uid] for uid in uids]
+
+
+def test_ragged_batch_generates_what_each_prompt_does_alone(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model()
     vc.install(model, "l2norm", budget=[40, 16])
-    generator = BatchGenerator(model)
-    generator.insert([PROMPT, PROMPT[:5]])
+    prompts = [PROMPT, PROMPT[:5], PROMPT[7:40]]
+    alone = [[int(token) for token, _ in generate_step(mx.array(p), model, max_tokens=12)] for p in prompts]
+    assert generated_in_one_batch(model, prompts) == alone
+
+
+def test_batch_without_the_tap_is_refused_and_not_computed_with_another_layers_mask(
+    tiny_model: Callable[..., nn.Module],
+) -> None:
+    model = tiny_model()
+    vc.install(model, "l2norm", budget=[40, 16])
+    caches = [make_prompt_cache(model) for _ in PROMPT[:2]]
+    batch = [type(one).merge([one, other]) for one, other in zip(*caches, strict=True)]
+    vc.uninstall(model)
+    with pytest.raises(ValueError, match="mask of each layer's own cache"):
+        model(mx.array([PROMPT, PROMPT]), cache=batch)
+
+
+def test_tap_for_masks_goes_with_the_caches(tiny_model: Callable[..., nn.Module]) -> None:
+    model, original = tiny_model(), llama.scaled_dot_product_attention
+    vc.install(model, "l2norm", budget=[40, 16])
+    vc.uninstall(model)
+    assert llama.scaled_dot_product_attention is original
+
+
+@pytest.fixture
+def solo_model() -> nn.Module:
+    """One whose last layers read the rows of another, with that layer's mask."""
+    model = architecture_model("iquestloopcoder")
+    vc.install(model, "l2norm", budget=lambda layer: 40 - 8 * layer)
+    return model
+
+
+def test_batch_generator_refuses_to_batch(solo_model: nn.Module) -> None:
+    generator = BatchGenerator(solo_model)
+    generator.insert([PROMPT[:20], PROMPT[:5]])
     with pytest.raises(ValueError, match="batching"):
         generator.next_generated()
 
 
-def test_server_sees_that_it_cannot_batch(tiny_model: Callable[..., nn.Module]) -> None:
-    model = tiny_model()
-    vc.install(model, "l2norm", budget=[40, 16])
-    assert not any(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+def test_server_sees_that_it_cannot_batch(solo_model: nn.Module) -> None:
+    assert not all(hasattr(cache, "merge") for cache in make_prompt_cache(solo_model))
 
 
-def test_asking_for_a_batch_says_why_there_is_none(tiny_model: Callable[..., nn.Module]) -> None:
-    model = tiny_model()
-    vc.install(model, "l2norm", budget=[40, 16])
-    cache = make_prompt_cache(model)[0]
+def test_model_that_cannot_be_batched_keeps_no_tap(solo_model: nn.Module) -> None:
+    assert not hasattr(iquestloopcoder.scaled_dot_product_attention, "taps")
+
+
+def test_asking_for_a_batch_says_why_there_is_none(solo_model: nn.Module) -> None:
+    cache = make_prompt_cache(solo_model)[0]
     with pytest.raises(AttributeError, match="ragged batch"):
         _ = cache.merge
     with pytest.raises(ValueError, match="ragged batch"):

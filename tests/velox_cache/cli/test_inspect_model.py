@@ -1,0 +1,66 @@
+"""`velox inspect-model`: one model, or the page of all architectures."""
+
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+
+from velox_cache.architectures.page import page
+from velox_cache.architectures.tiny import tiny_model as model_of
+from velox_cache.architectures.verdict import verdict
+from velox_cache.cli.main import main
+
+PAGE = Path(__file__).parents[3] / "docs" / "architectures.md"
+
+
+def printed(model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (model, None))
+    assert main(["inspect-model", "owner/model"]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_queries_that_install_would_refuse_are_not_promised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = printed(model_of("plamo"), monkeypatch, capsys)  # its attention reads tiled copies of the rows
+    assert "need queries='proxy' here" in shown
+    assert "can be observed" not in shown
+
+
+def test_a_model_without_rotary_embedding_is_told_that_rows_cannot_be_turned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "renumber=True is refused" in printed(model_of("gpt2"), monkeypatch, capsys)
+
+
+def test_asking_evaluates_nothing_and_leaves_the_model_as_it_was(
+    tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+
+    def evaluated(*arrays: mx.array) -> None:
+        raise AssertionError("evaluated")
+
+    monkeypatch.setattr(mx, "eval", evaluated)
+    assert verdict(model).no_queries is None
+    assert "make_cache" not in vars(model)
+
+
+@pytest.mark.parametrize("arguments", [[], ["owner/model", "--all"]], ids=["neither", "both"])
+def test_one_model_or_all_of_them(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect-model", *arguments]) == 2
+    assert "either MODEL or --all" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    mx.metal.is_available(), reason="the page was written where models of Metal kernels cannot be tried"
+)
+def test_the_page_in_docs_is_what_the_command_writes() -> None:
+    committed = PAGE.read_text()
+    if f"with mlx-lm {version('mlx-lm')}:" not in committed:
+        pytest.skip("the page in docs was written with another mlx_lm")
+    assert committed == page()
