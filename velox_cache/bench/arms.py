@@ -119,7 +119,9 @@ def plain_cache() -> Cache:
 def decode_step(make: Callable[[], Cache], shape: Shape, n_seen: int) -> Callable[[], None]:
     """One token into a cache that has seen `n_seen`; what attention would read is evaluated."""
     cache = make()
-    mx.eval(cache.update_and_fetch(*shape.block(n_seen)))
+    parts = cache.parts(n_seen) if isinstance(cache, EvictingKVCache) else (n_seen,)
+    for n_tokens in parts:
+        mx.eval(cache.update_and_fetch(*shape.block(n_tokens)))
     return _step(cache, shape)
 
 

@@ -22,6 +22,7 @@ from velox_fn.engine.widening import widened
 
 PREFILL = 2048  # tokens of a prefill block
 QUERIES_PER_HEAD = 1024  # of a calibration update
+INTERVAL = 128  # tokens between boundaries, where rows leave at intervals
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def measure(plan: Plan) -> Iterator[Comparison]:
         for budget in plan.budgets:
             yield decode_over_budget(shape, budget, plan.rounds)
             yield decode_under_budget(shape, budget, plan.rounds)
+            yield decode_at_intervals(shape, budget, max(plan.rounds // 4, 5))
             if not plan.quick:
                 yield from decode_row_scored(shape, budget, max(plan.rounds // 2, 5))
         yield prefill(shape, min(plan.budgets), max(plan.rounds // 4, 5), static=True)
@@ -76,6 +78,25 @@ def decode_under_budget(shape: Shape, n_seen: int, rounds: int) -> Comparison:
     made |= {label: make for label, make in caches(shape, budget, static=True).items() if label in wanted}
     arms: dict[str, Call] = {label: decode_step(make, shape, n_seen + 1) for label, make in made.items()}
     return compare("decode under budget", f"{n_seen} rows, {shape}", arms, rounds=rounds, calls=5)
+
+
+def decode_at_intervals(shape: Shape, budget: int, rounds: int) -> Comparison:
+    """One token, rows leaving at intervals: what an append costs, and with its share of the boundary's choice.
+
+    A turn is one interval, so each holds one boundary; the arms "no boundary" meet none.
+    """
+    never = budget + INTERVAL * (rounds + 3)
+    spread = {name: method(name, shape, budget, interval=INTERVAL) for name in ("qfilters", "fusion", "h2o")}
+    made: dict[str, Callable[[], Cache]] = {"KVCache": plain_cache}
+    made |= {f"{name}, interval={INTERVAL}": partial(EvictingKVCache, one) for name, one in spread.items()}
+    made |= {
+        f"{name}, no boundary": partial(EvictingKVCache, method(name, shape, budget, interval=never))
+        for name in ("qfilters", "h2o")
+    }
+    made["qfilters, interval=1"] = partial(EvictingKVCache, method("qfilters", shape, budget))
+    made["RotatingKVCache"] = caches(shape, budget, static=True)["RotatingKVCache"]
+    arms: dict[str, Call] = {label: decode_step(make, shape, budget + 2) for label, make in made.items()}
+    return compare("decode at intervals", f"budget {budget}, {shape}", arms, rounds=rounds, calls=INTERVAL)
 
 
 def decode_row_scored(shape: Shape, budget: int, rounds: int) -> Iterator[Comparison]:
