@@ -49,12 +49,19 @@ class EvictingKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
         """Take in keys [B,H,S,D] and values [B,H,S,D_v]; what this block's queries may attend to.
 
+        Rows have the dtypes that the cache began with, as in mlx_lm's own: a block of others is cast (a bfloat16 model
+        that read an image's float32 embeddings goes on in float32).
+
         Raises ValueError when the block does not fit what is cached, which then stays as it was.
         """
         self._refuse_unobserved()
         checks.block_dimensions(keys, values)
         rows = self._rows
-        record = self._empty_record(keys, values) if rows.record is None else rows.record
+        if rows.record is None:
+            record = self._empty_record(keys, values)
+        else:
+            record = rows.record
+            keys, values = keys.astype(record.store.keys.dtype), values.astype(record.store.values.dtype)
         if rows.batched and keys.shape[0] != len(rows.offsets):
             raise ValueError(f"this cache holds a batch of {len(rows.offsets)} rows, got keys for {keys.shape[0]}")
         warming_up: int = record.store.warm_up
