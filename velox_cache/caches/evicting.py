@@ -87,17 +87,33 @@ class EvictingKVCache:
         return view
 
     def observe_queries(
-        self, output: mx.array, queries: mx.array, keys: mx.array, values: mx.array, scale: float
+        self,
+        output: mx.array,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        *,
+        sinks: mx.array | None = None,
+        **others: Any,
     ) -> mx.array:
         """Score the last block by its queries [B,H_q,S,D]; the attention output, tied to what follows from it.
 
+        sinks [H_q]: the model's learned attention sinks. others: what else enters the model's softmax, by name.
         Does nothing when the method does not wait for queries, or when attention read other arrays than the last view.
+
+        Raises ValueError for any other term of the softmax, without which the scores would be those of another model.
         """
         if self._unobserved is None or self._view is None or self._method.observation is None:
             return output
         if keys is not self._view[0] or values is not self._view[1]:
             return output
-        record = self._method.observation.observe(self._rows.record, queries, scale, self._unobserved.valid)
+        if others:
+            raise ValueError(
+                f"this model's attention takes {', '.join(map(repr, others))} into its softmax, which "
+                f"{self._method.name} does not compute again; use queries='proxy', or a method that needs no queries"
+            )
+        record = self._method.observation.observe(self._rows.record, queries, scale, self._unobserved.valid, sinks)
         self._rows, self._unobserved = dataclasses.replace(self._rows, record=record), None
         tied: mx.array = mx.depends([output], arrays(record))[0]
         return tied
