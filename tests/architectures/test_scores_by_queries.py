@@ -17,8 +17,7 @@ from velox_fn.engine import select
 CALLS = (17, 1, 10)
 # Attention by hand, or over other arrays than the cache returned (cast, or tiled once per query head).
 REFUSED = ("gemma2", "plamo", "plamo2", "stablelm")
-SINKS_TO_COME = ("gpt_oss", "mimo_v2_flash")  # the tap does not hand learned attention sinks on yet
-SHOWN = tuple(name for name in BOUNDED if name not in REFUSED + SINKS_TO_COME)
+SHOWN = tuple(name for name in BOUNDED if name not in REFUSED)
 
 
 @dataclass(frozen=True, eq=False)

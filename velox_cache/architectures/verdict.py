@@ -25,7 +25,7 @@ class Verdict:
 
 
 def verdict(model: nn.Module) -> Verdict:
-    """Ask `install` itself, and undo it. No weight is evaluated; what was installed on the model before is gone."""
+    """Ask `install` itself, and undo it; what was installed on the model before is gone."""
     layers = plan_layers(model)
     if not any(entry.bounded for entry in layers):
         reason = _joined(entry.reason for entry in layers)

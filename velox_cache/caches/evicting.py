@@ -53,6 +53,9 @@ class EvictingKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
         """Take in keys [B,H,S,D] and values [B,H,S,D_v]; what this block's queries may attend to.
 
+        Rows have the dtypes that the cache began with, as in mlx_lm's own: a block of others is cast (a bfloat16 model
+        that read an image's float32 embeddings goes on in float32).
+
         Raises ValueError when the block does not fit what is cached, which then stays as it was.
         """
         self._refuse_unobserved()
@@ -61,7 +64,11 @@ class EvictingKVCache:
         rows = self._rows
         if not rows.offsets:
             raise ValueError("no row is left in this batch, so it takes no tokens; extend it with rows first")
-        record = self._empty_record(keys, values) if rows.record is None else rows.record
+        if rows.record is None:
+            record = self._empty_record(keys, values)
+        else:
+            record = rows.record
+            keys, values = keys.astype(record.store.keys.dtype), values.astype(record.store.values.dtype)
         if rows.batched and keys.shape[0] != len(rows.offsets):
             raise ValueError(f"this cache holds a batch of {len(rows.offsets)} rows, got keys for {keys.shape[0]}")
         if rows.batched and self._rollback and record.store.warming_up:
@@ -86,17 +93,33 @@ class EvictingKVCache:
         return view
 
     def observe_queries(
-        self, output: mx.array, queries: mx.array, keys: mx.array, values: mx.array, scale: float
+        self,
+        output: mx.array,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        *,
+        sinks: mx.array | None = None,
+        **others: Any,
     ) -> mx.array:
         """Score the last block by its queries [B,H_q,S,D]; the attention output, tied to what follows from it.
 
+        sinks [H_q]: the model's learned attention sinks. others: what else enters the model's softmax, by name.
         Does nothing when the method does not wait for queries, or when attention read other arrays than the last view.
+
+        Raises ValueError for any other term of the softmax, without which the scores would be those of another model.
         """
         if self._unobserved is None or self._view is None or self._method.observation is None:
             return output
         if keys is not self._view[0] or values is not self._view[1]:
             return output
-        record = self._method.observation.observe(self._rows.record, queries, scale, self._unobserved.valid)
+        if others:
+            raise ValueError(
+                f"this model's attention takes {', '.join(map(repr, others))} into its softmax, which "
+                f"{self._method.name} does not compute again; use queries='proxy', or a method that needs no queries"
+            )
+        record = self._method.observation.observe(self._rows.record, queries, scale, self._unobserved.valid, sinks)
         self._rows, self._unobserved = dataclasses.replace(self._rows, record=record), None
         tied: mx.array = mx.depends([output], arrays(record))[0]
         return tied

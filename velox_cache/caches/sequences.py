@@ -85,7 +85,7 @@ class Sequences:
 
 
 def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
-    """All rows of `parts` as one batch."""
+    """All rows of `parts` as one batch, in the dtypes of the first that has any."""
     parts = [part for part in parts if part.offsets]
     offsets = tuple(offset for part in parts for offset in part.offset_per_row)
     lengths = tuple(length for part in parts for length in part.lengths or ())
@@ -99,11 +99,13 @@ def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
     n_kv_heads, head_dim, value_dim = like.keys.shape[1], like.keys.shape[3], like.values.shape[3]
 
     def empty(n_sequences: int) -> Any:
-        record = method.init(n_sequences, n_kv_heads, head_dim, value_dim, like.keys.dtype)
-        values = record.store.values.astype(like.values.dtype)  # which may be another
-        return replace(record, store=replace(record.store, values=values))
+        return method.init(n_sequences, n_kv_heads, head_dim, value_dim, like.keys.dtype)
 
-    records = [empty(len(part.offsets)) if part.record is None else part.record for part in parts]
+    def alike(record: Any) -> Any:
+        keys, values = record.store.keys.astype(like.keys.dtype), record.store.values.astype(like.values.dtype)
+        return replace(record, store=replace(record.store, keys=keys, values=values))
+
+    records = [alike(empty(len(part.offsets)) if part.record is None else part.record) for part in parts]
     return _known_offsets(replace(together, record=batch.merge(records)))
 
 

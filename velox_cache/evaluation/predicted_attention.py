@@ -14,12 +14,12 @@ from velox_cache.introspection.observed_prefill import observed_prefill
 Scorer = Callable[[int, mx.array, mx.array], mx.array]
 
 
-def true_mean_attention(queries: mx.array, keys: mx.array, scale: float) -> mx.array:
+def true_mean_attention(queries: mx.array, keys: mx.array, scale: float, sinks: mx.array | None = None) -> mx.array:
     """Attention that each key of a causal sequence receives, float32 [H,N].
 
     For the key at position t: its softmax weight, averaged over the queries at positions >= t (the only ones that see
-    it) and over the query heads of its group. From queries [H_q,N,D], keys [H,N,D] and attention's own `scale`.
-    Attention sinks and logit soft-capping, which a few models add, are not modelled.
+    it) and over the query heads of its group. From queries [H_q,N,D], keys [H,N,D], attention's own `scale`, and the
+    model's learned attention sinks [H_q] where it has them.
 
     Raises ValueError when the shapes do not fit.
     """
@@ -33,7 +33,12 @@ def true_mean_attention(queries: mx.array, keys: mx.array, scale: float) -> mx.a
     grouped = queries.astype(mx.float32).reshape(n_kv_heads, -1, n_tokens, head_dim)
     logits = scale * (grouped @ keys.astype(mx.float32)[:, None].swapaxes(-1, -2))
     causal = mx.tri(n_tokens, dtype=mx.bool_)
-    weights = mx.softmax(mx.where(causal, logits, -mx.inf), axis=-1)
+    logits = mx.where(causal, logits, -mx.inf)
+    if sinks is None:
+        weights = mx.softmax(logits, axis=-1)
+    else:
+        beside = mx.broadcast_to(sinks.astype(mx.float32).reshape(n_kv_heads, -1, 1, 1), (*logits.shape[:-1], 1))
+        weights = mx.softmax(mx.concatenate([logits, beside], axis=-1), axis=-1)[..., :-1]
     return weights.sum((1, 2)) / (weights.shape[1] * mx.arange(n_tokens, 0, -1))
 
 
@@ -66,7 +71,8 @@ def attention_correlation(
     they say) and the last `skip_last` (few queries see them). Returns per scorer a float64 array over all KV heads of
     the layers with a plain KV cache, in layer order; its mean is the number that the Q-Filters paper's figure 4 shows.
 
-    Raises ValueError when the text is too short, or the model's queries cannot be observed.
+    Raises ValueError when the text is too short, when the model's queries cannot be observed, or when its softmax has
+    terms other than attention sinks.
     """
     tokens = list(tokenizer.encode(text))[:n_tokens]
     if len(tokens) < n_tokens or n_tokens < skip_first + skip_last + 2:
@@ -78,8 +84,13 @@ def attention_correlation(
     found: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in scorers}
     for block in observed_prefill(model, tokens, prefill_step_size=n_tokens):
         for call in block:
+            if others := call.terms.keys() - {"sinks"}:
+                raise ValueError(
+                    f"the attention of layer {call.layer} takes {', '.join(map(repr, sorted(others)))} into its "
+                    "softmax, which is not computed again here; leave this model out"
+                )
             keys, values = call.keys[0], call.values[0]
-            truth = np.array(true_mean_attention(call.queries[0], keys, call.scale))
+            truth = np.array(true_mean_attention(call.queries[0], keys, call.scale, call.terms.get("sinks")))
             for name, score in scorers.items():
                 scores = np.array(score(call.layer, keys, values).astype(mx.float32))
                 found[name].append(spearman(scores[:, counted], truth[:, counted]))

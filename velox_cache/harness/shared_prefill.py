@@ -50,7 +50,7 @@ class SharedPrefill:
         if call is None or call.queries.shape[2] != self.n_tokens:
             raise ValueError("the query tap did not see this layer's attention; prefill each cache by itself")
         view = cache.update_and_fetch(own.keys[..., : self.n_tokens, :], own.values[..., : self.n_tokens, :])
-        cache.observe_queries(view[0], call.queries, *view, call.scale)
+        cache.observe_queries(view[0], call.queries, *view, call.scale, **call.terms)
         return cache
 
 

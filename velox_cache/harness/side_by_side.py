@@ -58,14 +58,14 @@ class SideBySideCache:
         return mx.concatenate(padded_keys), mx.concatenate(padded_values)
 
     def observe_queries(
-        self, output: mx.array, queries: mx.array, keys: mx.array, values: mx.array, scale: float
+        self, output: mx.array, queries: mx.array, keys: mx.array, values: mx.array, scale: float, **terms: Any
     ) -> mx.array:
         """Show each cache its row's queries, as the query tap would."""
         outputs = []
         for i, row in enumerate(self._rows):
             own = output[i : i + 1]
             if isinstance(row, EvictingKVCache):
-                own = row.observe_queries(own, queries[i : i + 1], *row.keys_and_values(), scale)
+                own = row.observe_queries(own, queries[i : i + 1], *row.keys_and_values(), scale, **terms)
             outputs.append(own)
         return mx.concatenate(outputs)
 

@@ -27,6 +27,7 @@ from velox_cache.installation.layer_budgets import (
 from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.introspection.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
+from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import model_shard
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
@@ -163,14 +164,14 @@ def install(
         )
     calibration = None if calibration is None else shard.calibration(calibration, len(plan))
     share = recent_share(factory, settings, calibration)
-    methods = {}
+    methods, ropes = {}, ModelRopes(model)
     for layer in (entry.layer for entry in plan if entry.bounded):
         arguments = dict(settings)
         if own_budgets is not None:
             arguments["budget"] = own_budgets[layer]
         elif budget is not None:
             arguments["budget"] = budget
-        arguments |= layer_arguments(factory, arguments, model, layer, calibration, shard)
+        arguments |= layer_arguments(factory, arguments, model, layer, calibration, shard, ropes)
         try:
             methods[layer] = factory(**_with_default_recent(factory, arguments, share))
         except ValueError as error:

@@ -1,7 +1,7 @@
 """Run tokens through a model and see the queries that read each of its plain KV caches."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +22,7 @@ class LayerQueries:
     keys: mx.array  # [1, H, n, D]
     values: mx.array  # [1, H, n, D_v]
     scale: float
+    terms: Mapping[str, Any] = field(default_factory=dict)  # what else enters the softmax, by name: `sinks` [H_q]
 
 
 def cache_layout(model: nn.Module) -> tuple[str, ...]:
@@ -55,7 +56,7 @@ def observed_prefill(
         def keep(call: ObservedAttention, block: list[LayerQueries] = block) -> None:
             if isinstance(call.cache, _ViewedKVCache) and call.cache.is_read_by(call):
                 layer = layer_of[id(call.cache)]
-                block.append(LayerQueries(layer, call.queries, call.keys, call.values, call.scale))
+                block.append(LayerQueries(layer, call.queries, call.keys, call.values, call.scale, call.terms))
 
         with observe_queries(model, keep, caches=caches):
             model(mx.array([list(tokens[start : start + prefill_step_size])]), cache=caches)

@@ -8,11 +8,12 @@ it, and nothing else: attention itself runs as before, on the same arguments.
 
 import copy
 import functools
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -42,6 +43,9 @@ class ObservedAttention:
     values: Any  # [B, H, n, D_v]
     scale: float
     mask: mx.array | str | None
+    terms: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what else enters the softmax, by name; see `observe_queries`
 
 
 Observer = Callable[[ObservedAttention], None]
@@ -111,8 +115,11 @@ def observe_queries(
 
     A cache that has a method `own_mask(mask)` says before each of its calls which mask takes the place of the model's.
     Each attention call of the model is reported twice, once it ran: to its cache, when that has a method
-    `observe_queries(output, queries, keys, values, scale)`, whose result (the output, perhaps tied to new state with
-    `mx.depends`) takes the output's place; and to `callback`, as an `ObservedAttention`.
+    `observe_queries(output, queries, keys, values, scale, **terms)`, whose result (the output, perhaps tied to new
+    state with `mx.depends`) takes the output's place; and to `callback`, as an `ObservedAttention`. `terms` are, by
+    name, what enters the softmax beside the scaled logits: `sinks` [H_q], learned logits that have no row; a `mask` of
+    numbers, which are added to the logits; and whatever argument a model may pass that mlx_lm's own attention does not
+    know. Most pass none.
 
     Models of one architecture share the code that is tapped. `caches`, a prompt cache of this model, limits `callback`
     to the calls made with them (those inside a CacheList count); without it every call of that code is reported, those
@@ -149,6 +156,7 @@ class _TappedAttention:
         functools.update_wrapper(self, attention)
         self.attention = attention
         self.taps: tuple[QueryTap, ...] = ()
+        self._after_scale = tuple(inspect.signature(attention).parameters)[5:]  # names of further arguments
 
     def admit(self, tap: QueryTap) -> None:
         self._exchange(lambda taps: (*taps, tap))
@@ -178,11 +186,15 @@ class _TappedAttention:
         output = self.attention(queries, keys, values, cache, scale, *rest, **options)
         if not taps:
             return output
+        given = {**dict(zip(self._after_scale, rest, strict=False)), **options}
+        mask = given.pop("mask", None)
+        terms = {name: value for name, value in given.items() if value is not None}
+        if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+            terms["mask"] = mask
         observe = getattr(cache, "observe_queries", None)
         if observe is not None:
-            output = observe(output, seen, keys, values, scale)
-        mask = rest[0] if rest else options.get("mask")
-        call = ObservedAttention(cache, seen, keys, values, scale, mask)
+            output = observe(output, seen, keys, values, scale, **terms)
+        call = ObservedAttention(cache, seen, keys, values, scale, mask, terms)
         for tap in taps:
             tap.report(call)
         return output

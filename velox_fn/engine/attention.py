@@ -21,15 +21,21 @@ class Observed:
     positions: mx.array  # int32 [B,H,n], -1 for padding
     queries: mx.array  # float32 [B,H,G,S,D], scaled; G query heads share a KV head
     query_positions: mx.array  # int32 [B,S]; -1 for the padding of a ragged block
+    sinks: mx.array | None = None  # float32 [H,G]: a logit per query head that draws weight and has no row
 
 
 def observe_rows(
-    store: Store, queries: mx.array, scale: float | None = None, valid: mx.array | None = None
+    store: Store,
+    queries: mx.array,
+    scale: float | None = None,
+    valid: mx.array | None = None,
+    sinks: mx.array | None = None,
 ) -> Observed:
     """The rows of `store`, which this block has landed on, as its queries [B,H_q,S,D] meet them.
 
-    scale: of the logits; None is 1/sqrt(D). valid int32 [B]: real queries of each row.
-    Raises ValueError when the query heads are no multiple of the KV heads.
+    scale: of the logits; None is 1/sqrt(D). valid int32 [B]: real queries of each row. sinks [H_q]: the model's learned
+    attention sinks, logits that take part in the softmax and have no row.
+    Raises ValueError when the query heads are no multiple of the KV heads, or when there is not one sink for each.
     """
     batch, n_kv_heads = store.keys.shape[:2]
     n_heads, n_tokens, head_dim = queries.shape[1:]
@@ -38,6 +44,8 @@ def observe_rows(
             f"queries must be [B, H_q, S, {store.keys.shape[3]}] with H_q a multiple of {n_kv_heads} KV heads, got "
             f"shape {tuple(queries.shape)}"
         )
+    if sinks is not None and sinks.shape != (n_heads,):
+        raise ValueError(f"sinks must be [{n_heads}], one per query head, got shape {tuple(sinks.shape)}")
     scale = head_dim**-0.5 if scale is None else scale
     grouped = queries.astype(mx.float32).reshape(batch, n_kv_heads, n_heads // n_kv_heads, n_tokens, head_dim)
     steps = mx.arange(n_tokens, dtype=mx.int32)
@@ -52,6 +60,7 @@ def observe_rows(
         positions=select.rank_positions(rows.ranks),
         queries=grouped * scale,
         query_positions=query_positions,
+        sinks=None if sinks is None else sinks.astype(mx.float32).reshape(n_kv_heads, -1),
     )
 
 
@@ -85,4 +94,7 @@ def _weights(observed: Observed, keys: mx.array, start: int, stop: int) -> mx.ar
     visible = (at_row >= 0) & (at_row <= at_query)
     logits = mx.where(visible & mx.isfinite(logits), logits, _MASKED)
     sees = logits.max(axis=-1, keepdims=True) > _MASKED
-    return mx.softmax(logits, axis=-1) * sees
+    if observed.sinks is None:
+        return mx.softmax(logits, axis=-1) * sees
+    sinks = mx.broadcast_to(observed.sinks[..., None, None], (*logits.shape[:-1], 1))
+    return mx.softmax(mx.concatenate([logits, sinks], axis=-1), axis=-1)[..., :-1] * sees

@@ -91,7 +91,7 @@ def block_shapes(keys: mx.array, values: mx.array, batch: int, n_kv_heads: int, 
 
 
 def block_dtypes(keys: mx.array, values: mx.array, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> None:
-    """ValueError unless a block has the types of the rows that it joins, which are never cast."""
+    """ValueError unless a block has the types of the rows that it joins: the core casts nothing, its caller may."""
     if (keys.dtype, values.dtype) != (key_dtype, value_dtype):
         raise ValueError(
             f"this state holds {key_dtype} keys and {value_dtype} values, got {keys.dtype} and {values.dtype}: rows "

@@ -39,7 +39,7 @@ def dynamic_init(*, budget: int, n_sink: int, recent: int) -> Init:
 
 
 Land = Callable[[Any, mx.array, mx.array, mx.array | None], tuple[Any, View]]
-Observe = Callable[[Any, mx.array, float | None, mx.array | None], Any]
+Observe = Callable[[Any, mx.array, float | None, mx.array | None, mx.array | None], Any]
 
 
 def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None) -> tuple[Any, View]:
@@ -89,7 +89,7 @@ def updated(
     landed, view = land(state, keys, values, valid)
     if queries is not None:
         checks.block_queries(queries, keys)
-    settled = observe(landed, keys if queries is None else queries, None, valid)
+    settled = observe(landed, keys if queries is None else queries, None, valid, None)
     seen_keys, seen_values = mx.depends(list(view), arrays(settled))
     return settled, (seen_keys, seen_values)
 
@@ -103,7 +103,7 @@ def dynamic_eviction(
     land: Land = land,
     shown: Shown | None = None,
 ) -> Eviction:
-    """A method of the two halves `land` and `observe(state, queries, scale, valid)`.
+    """A method of the two halves `land` and `observe(state, queries, scale, valid, sinks)`.
 
     Its `update` is `updated`. Scores depend on every query so far, so nothing can be taken back: rollback is not
     offered.

@@ -51,8 +51,11 @@ class Observation:
 
     land: Callable[[Any, mx.array, mx.array, mx.array | None], tuple[Any, View]]
     """(state, keys, values, valid) -> (landed, view): the block is in, nothing is scored or evicted."""
-    observe: Callable[[Any, mx.array, float | None, mx.array | None], Any]
-    """(landed, queries, scale, valid) -> state: scored by these queries and cut down to the budget."""
+    observe: Callable[[Any, mx.array, float | None, mx.array | None, mx.array | None], Any]
+    """(landed, queries, scale, valid, sinks) -> state: scored by these queries and cut down to the budget.
+
+    sinks [H_q]: learned attention sinks, where the model has them.
+    """
 
 
 Shown = Callable[[mx.array, mx.array, mx.array], mx.array]

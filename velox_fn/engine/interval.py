@@ -74,8 +74,14 @@ def at_intervals(method: Eviction, interval: int) -> Eviction:
     def land(state: Any, keys: mx.array, values: mx.array, valid: Valid = None) -> tuple[Any, View]:
         return _landed(method, state, keys, values, valid)
 
-    def observe(state: Any, queries: mx.array, scale: float | None = None, valid: Valid = None) -> Any:
-        return _with_queries(state, queries, scale, valid)
+    def observe(
+        state: Any,
+        queries: mx.array,
+        scale: float | None = None,
+        valid: Valid = None,
+        sinks: mx.array | None = None,
+    ) -> Any:
+        return _with_queries(state, queries, scale, valid, sinks)
 
     return dataclasses.replace(
         method,
@@ -109,7 +115,7 @@ def interval_update(
     if queries is None or not method.needs_queries:
         return landed, view
     checks.block_queries(queries, keys)
-    observed = _with_queries(landed, queries, None, valid)
+    observed = _with_queries(landed, queries, None, valid, None)
     seen_keys, seen_values = mx.depends(list(view), list(observed.store.span.queries))
     return observed, (seen_keys, seen_values)
 
@@ -146,7 +152,8 @@ def _cut(method: Eviction, state: Any) -> Any:
     state = replaced(state, store=before)
     if span.queries and method.observation is not None:
         state, _ = method.observation.land(state, keys, values, None)
-        state = method.observation.observe(state, span.queries[0], span.scale, None)
+        sinks = span.queries[1][0] if len(span.queries) > 1 else None
+        state = method.observation.observe(state, span.queries[0], span.scale, None, sinks)
     else:
         state, _ = method.update(state, keys, values)
     rows = kept_rows(replaced(state.store, ordered=state.store.ordered and min(span.kept) == n))
@@ -211,8 +218,8 @@ def _appended(store: Store, keys: mx.array, values: mx.array) -> tuple[Store, Vi
     return longer, (keys[:, :, :filled], values[:, :, :filled])
 
 
-def _with_queries(state: Any, queries: mx.array, scale: float | None, valid: Valid) -> Any:
-    """`state` with the queries [B,H_q,S,D] of the tokens that landed last."""
+def _with_queries(state: Any, queries: mx.array, scale: float | None, valid: Valid, sinks: mx.array | None) -> Any:
+    """`state` with the queries [B,H_q,S,D] of the tokens that landed last, and the model's attention sinks [H_q]."""
     span = state.store.span
     real = _real_tokens(span, queries.shape[2], valid)
     first = tuple(since - n for since, n in zip(span.since, real, strict=True))
@@ -230,7 +237,8 @@ def _with_queries(state: Any, queries: mx.array, scale: float | None, valid: Val
         held = written(held, queries, first[0])
     else:
         held = slots.scattered(held, queries, first, real)
-    return replaced(state, store=replaced(state.store, span=replaced(span, queries=(held,), scale=scale)))
+    shown = (held,) if sinks is None else (held, mx.broadcast_to(sinks, (held.shape[0], *sinks.shape)))
+    return replaced(state, store=replaced(state.store, span=replaced(span, queries=shown, scale=scale)))
 
 
 def _real_tokens(span: Span, n_tokens: int, valid: Valid) -> tuple[int, ...]:

@@ -227,16 +227,14 @@ def _with_settled(store: Store, n_columns: int) -> Store:
 
 
 def _joined_queries(spans: Sequence[Span]) -> tuple[mx.array, ...]:
-    shown = [span.queries[0] for span in spans if span.queries]
-    if not shown:
-        return ()
-    if any(max(span.since) > 0 and not span.queries for span in spans):
-        raise ValueError(
-            "cannot merge sequences that were shown queries since their last boundary with some that were not"
-        )
-    none = [mx.zeros((len(span.since), *shown[0].shape[1:]), shown[0].dtype) for span in spans]
-    parts = [span.queries[0] if span.queries else zeros for span, zeros in zip(spans, none, strict=True)]
-    return (mx.concatenate(parts, axis=0),)
+    shown = next((span.queries for span in spans if span.queries), ())
+    if shown and any(max(span.since) > 0 and not span.queries for span in spans):
+        raise ValueError("cannot merge sequences that were shown queries since their boundary with some that were not")
+
+    def of(span: Span, i: int) -> mx.array:
+        return span.queries[i] if span.queries else mx.zeros((len(span.since), *shown[i].shape[1:]), shown[i].dtype)
+
+    return tuple(mx.concatenate([of(span, i) for span in spans], axis=0) for i in range(len(shown)))
 
 
 def _widened(array: mx.array, n_columns: int) -> mx.array:

@@ -24,7 +24,9 @@ class Span:
     seen: tuple[int, ...]  # tokens in all
     ragged: bool = False  # the columns past `settled` are slots
     scale: float | None = None  # of the logits of `queries`; None is 1/sqrt(D)
-    queries: tuple[mx.array, ...] = ()  # one [B,H_q,interval,D], where a method is shown queries: of the tokens since
+    queries: tuple[mx.array, ...] = ()
+    """Where a method is shown queries, those of the tokens since [B,H_q,interval,D]; and the model's attention sinks
+    [B,H_q], where it has them, the same for every sequence."""
 
     @property
     def due(self) -> tuple[int, ...]:

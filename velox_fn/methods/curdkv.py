@@ -130,21 +130,26 @@ def curdkv_update(
 
 
 def curdkv_observe(
-    state: CurDKVState, queries: mx.array, scale: float | None = None, valid: mx.array | None = None
+    state: CurDKVState,
+    queries: mx.array,
+    scale: float | None = None,
+    valid: mx.array | None = None,
+    sinks: mx.array | None = None,
 ) -> CurDKVState:
     """Score the rows by the queries [B,H_q,S,D] of the block that has landed, then evict.
 
-    scale: of the logits; None is 1/sqrt(D). valid int32 [B]: real tokens of each row.
+    scale: of the logits; None is 1/sqrt(D). valid int32 [B]: real tokens of each row. sinks [H_q]: learned attention
+    sinks, where the model has them.
     """
     n_tokens = queries.shape[2]
     if state.granularity == "block" or n_tokens == 1:
-        return _scored(state, queries, scale, valid)
+        return _scored(state, queries, scale, valid, sinks)
     store, block = _taken_off(state.store, n_tokens, valid)
     for t in range(n_tokens):
         one = Rows(keys=block.keys[:, :, t, None], values=block.values[:, :, t, None], ranks=block.ranks[:, :, t, None])
         present = None if valid is None else (valid > t).astype(mx.int32)
         landed, _ = landing.land(store, one, present)
-        state = _scored(dataclasses.replace(state, store=landed), queries[:, :, t, None], scale, present)
+        state = _scored(dataclasses.replace(state, store=landed), queries[:, :, t, None], scale, present, sinks)
         store = state.store
     return state
 
@@ -178,10 +183,16 @@ def curdkv(
     return at_intervals(dynamic_eviction("curdkv", init, curdkv_observe, settings), interval)
 
 
-def _scored(state: CurDKVState, queries: mx.array, scale: float | None, valid: mx.array | None) -> CurDKVState:
+def _scored(
+    state: CurDKVState,
+    queries: mx.array,
+    scale: float | None,
+    valid: mx.array | None,
+    sinks: mx.array | None,
+) -> CurDKVState:
     """Add the leverage of the stacked weighted blocks of these queries to the scores, then evict once."""
     store, n_tokens = state.store, queries.shape[2]
-    observed = observe_rows(store, queries, scale, valid)
+    observed = observe_rows(store, queries, scale, valid, sinks)
     counted = observed
     if state.window is not None and state.window < n_tokens:
         counted = last_queries(observed, store.offset, state.window, padded=valid is not None)

@@ -106,7 +106,9 @@ def expected_attention(
         queries: mx.array,
         scale: float | None = None,
         valid: mx.array | None = None,
+        sinks: mx.array | None = None,
     ) -> ExpectedAttentionState:
+        # Sinks are a term of the sum over the rows, which is the same for all of them.
         observed = observe_rows(state.store, queries, scale, valid)
         state = _with_queries(state, observed, spec)
         mean, covariance = _future_moments(state, future, spec)

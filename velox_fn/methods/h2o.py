@@ -70,13 +70,14 @@ def h2o_observe(
     queries: mx.array,
     scale: float | None = None,
     valid: mx.array | None = None,
+    sinks: mx.array | None = None,
     rope: RopeSpec | None = None,
 ) -> DynamicState:
     """Add the attention mass of the block's queries [B,H_q,S,D] to the rows' scores, then evict.
 
     With `rope` the mass is that on rows without gaps, as the view showed them.
     """
-    observed = attended = observe_rows(state.store, queries, scale, valid)
+    observed = attended = observe_rows(state.store, queries, scale, valid, sinks)
     if rope is not None:
         keys = gap_free(observed.rows.keys, observed.positions, state.store.offset, rope)
         attended = dataclasses.replace(observed, rows=dataclasses.replace(observed.rows, keys=keys))

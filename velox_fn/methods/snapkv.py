@@ -41,9 +41,13 @@ def snapkv(*, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: 
     init = dynamic_init(budget=budget, n_sink=n_sink, recent=obs_window)
 
     def observe(
-        state: DynamicState, queries: mx.array, scale: float | None = None, valid: mx.array | None = None
+        state: DynamicState,
+        queries: mx.array,
+        scale: float | None = None,
+        valid: mx.array | None = None,
+        sinks: mx.array | None = None,
     ) -> DynamicState:
-        observed = observe_rows(state.store, queries, scale, valid)
+        observed = observe_rows(state.store, queries, scale, valid, sinks)
         offset, n_queries = state.store.offset, queries.shape[2]
         votes = attention_mass(last_queries(observed, offset, obs_window, padded=valid is not None))
         unordered = [] if state.store.ordered else [observed.rows.ranks]

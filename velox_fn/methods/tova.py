@@ -29,10 +29,14 @@ def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction:
 
 
 def tova_observe(
-    state: DynamicState, queries: mx.array, scale: float | None = None, valid: mx.array | None = None
+    state: DynamicState,
+    queries: mx.array,
+    scale: float | None = None,
+    valid: mx.array | None = None,
+    sinks: mx.array | None = None,
 ) -> DynamicState:
     """Score the rows by the attention of the block's last query, of [B,H_q,S,D], then evict."""
-    observed = observe_rows(state.store, queries, scale, valid)
+    observed = observe_rows(state.store, queries, scale, valid, sinks)
     last = last_queries(observed, state.store.offset, 1, padded=valid is not None)
     weights = attention_mass(last).sum(axis=1, keepdims=True) / queries.shape[1]
     unsound = (observed.scores == -mx.inf).any(axis=1, keepdims=True)
