@@ -86,7 +86,8 @@ def check_rows(rows: Sequences, method: Eviction, true_queries: bool, can_take_b
     room = min(store.keys.shape[2], store.limit + 1)
     require(store.filled <= room, f"its header has filled={store.filled} where there is room for {room} rows")
     require(store.unscored <= store.filled, f"its header has unscored={store.unscored} of {store.filled} rows")
-    require(store.unscored == 0 or store.ordered, "rows that are not in order lack ranks")
+    whole = store.ordered and store.filled == store.seen_by_all
+    require(store.unscored == 0 or whole, "rows have no rank, and some were evicted or are not in order")
     for b, offset in enumerate(seen):
         _check_positions(store, b, offset)
 
@@ -94,7 +95,10 @@ def check_rows(rows: Sequences, method: Eviction, true_queries: bool, can_take_b
 def _check_positions(store: Store, b: int, offset: int) -> None:
     """The rows of one sequence, that has seen `offset` tokens: real ones each once, the rest padding."""
     positions = np.array(rank_positions(store.ranks[b, :, : store.filled - store.unscored]))
-    n_real = batch.real_rows(store, offset) - store.unscored
+    n_real = batch.real_rows(store, offset)
+    least = store.budget if batch.has_evicted(store, offset) else offset
+    require(n_real >= least, f"it has {n_real} rows of {offset} tokens, where it keeps {least}")
+    n_real -= store.unscored
     in_time = np.sort(positions, axis=-1)
     padding, real = np.split(in_time, [positions.shape[-1] - n_real], axis=-1)
     apart = (np.diff(real, axis=-1) > 0).all() and (real >= 0).all() and (real < offset).all()

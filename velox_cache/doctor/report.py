@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("velox-kv", "mlx", "mlx-lm", "numpy", "chex", "transformers")
+_PACKAGES = ("velox-kv", "mlx", "mlx-lm", "numpy", "chex", "jax", "transformers")
 _SLOW_GFLOPS = 5.0
 
 
@@ -52,11 +52,12 @@ def as_text(findings: list[Finding], width: int = 100) -> str:
 
 
 def _tried(topic: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What `look` finds. What breaks it, such as a kernel that Apple's compiler refuses, is a finding too."""
+    """What `look` finds. What breaks it is a finding too: a kernel that Apple's compiler refuses, a chex and a jax that
+    do not fit each other, whatever that raises."""
     try:
         yield from look()
-    except RuntimeError as error:
-        yield Finding(topic, "broke off", str(error), fault=True)
+    except Exception as error:
+        yield Finding(topic, "broke off", f"{type(error).__name__}: {error}", fault=True)
 
 
 def _versions() -> list[Finding]:
