@@ -148,7 +148,7 @@ def load_qfilters(path: str | os.PathLike[str], expect_model_id: str | None = No
         calibration = QFiltersCalibration(filters, **header, statistics=statistics, format_version=version)
     except KeyError as error:
         raise ValueError(f"{path} is not a Q-Filters calibration: it has no {error}") from error
-    except (ValueError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} cannot be used as a Q-Filters calibration: {error}") from error
     if expect_model_id is not None and calibration.model_id != expect_model_id:
         raise ValueError(
