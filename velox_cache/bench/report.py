@@ -15,6 +15,7 @@ from rich.table import Table
 from velox_cache.bench.arms import Shape
 from velox_cache.bench.end_to_end import Run
 from velox_cache.bench.rounds import Comparison, Timing, compare
+from velox_cache.file_checks import file_text
 
 FORMAT_VERSION = 1
 CONSPICUOUS = 1.5  # times an earlier ratio; noise on a shared machine stays below
@@ -57,9 +58,10 @@ def write(report: Report, path: Path) -> None:
 
 
 def read(path: Path) -> Report:
-    """A report that `write` made. Raises ValueError when it is something else."""
+    """A report that `write` made. Raises FileNotFoundError, and ValueError when it is something else."""
+    text = file_text(path)
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(text)
         if found["format"] != FORMAT_VERSION:
             raise ValueError(f"{path} has format {found['format']}; this velox-kv reads {FORMAT_VERSION}")
         comparisons = tuple(

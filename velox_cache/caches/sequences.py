@@ -65,10 +65,14 @@ class Sequences:
         return index % n_rows
 
     def real_tokens(self, n_tokens: int) -> tuple[int, ...]:
-        """How many of the next tokens are real, per row."""
+        """How many of the next tokens are real, per row. Raises ValueError when a row cannot count them."""
         if self.lengths is None:
-            return (n_tokens,) * len(self.offsets)
-        return tuple(min(max(left, 0), n_tokens) for left in self.lengths)
+            real = (n_tokens,) * len(self.offsets)
+        else:
+            real = tuple(min(max(left, 0), n_tokens) for left in self.lengths)
+        for offset, count in zip(self.offsets, real, strict=True):
+            checks.countable(offset, count)
+        return real
 
     def advanced(self, record: Any, real: Sequence[int]) -> "Sequences":
         """After an update that took in `real` tokens per row."""

@@ -1,6 +1,7 @@
 """Calibrated filters of a model: the record, its .npz file, and the authors' published form."""
 
 import json
+import math
 import os
 import zipfile
 import zlib
@@ -14,12 +15,13 @@ import numpy as np
 
 from velox_cache.calibration.fusion_choice import FusionChoice
 from velox_cache.calibration.statistics import LayerStatistics
-from velox_cache.folders import check_folder_of
+from velox_cache.file_checks import check_folder_of, check_readable
 from velox_fn.engine.checks import not_zero
 
 FORMAT_VERSION = 3  # 1: filters only; 2: no moments of static scores
 POST_ROPE = "post-rope"
 HIGHER_IS_KEPT = "higher projection = keep"
+_MOST_DEFLATED = 1032  # bytes that one compressed byte can stand for
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +85,7 @@ class QFiltersCalibration:
 def save_qfilters(calibration: QFiltersCalibration, path: str | os.PathLike[str]) -> None:
     """Write `calibration` as an .npz without pickled objects. An interrupted write leaves an older file as it was.
 
-    Raises FileNotFoundError when the folder does not exist.
+    Raises FileNotFoundError when the folder does not exist, and ValueError when the path is that of a folder.
     """
     target = Path(path)
     check_folder_of(target)
@@ -121,9 +123,9 @@ def save_qfilters(calibration: QFiltersCalibration, path: str | os.PathLike[str]
 def load_qfilters(path: str | os.PathLike[str], expect_model_id: str | None = None) -> QFiltersCalibration:
     """Read what `save_qfilters` wrote.
 
-    Raises FileNotFoundError when there is no such file, and ValueError when it is truncated, not an .npz, of an unknown
-    format version, lacks layers or holds filters that cannot be used, or when it was made for another model than
-    `expect_model_id`: filters of another model would do harm without any visible error.
+    Raises FileNotFoundError when there is no such file, and ValueError when it cannot be read, is truncated, not an
+    .npz, of an unknown format version, lacks layers or holds arrays that cannot be used, or when it was made for
+    another model than `expect_model_id`: filters of another model would do harm without any visible error.
     """
     content = _read_npz(Path(path))
     try:
@@ -133,12 +135,12 @@ def load_qfilters(path: str | os.PathLike[str], expect_model_id: str | None = No
                 f"its format version is {version} and this velox-kv reads up to {FORMAT_VERSION}; update velox-kv or "
                 "calibrate again"
             )
-        header: dict[str, Any] = json.loads(str(content["header"]))
+        header: dict[str, Any] = dict(json.loads(str(content["header"])))
         has_filter, has_statistics = header.pop("has_filter"), header.pop("has_statistics", [])
         missing = [i for i, has in enumerate(has_filter) if has and _layer_key(i) not in content]
         if missing:
             raise ValueError(f"the filters of layers {missing} are missing; copy the whole file or calibrate again")
-        filters = [_stored_filter(i, content[_layer_key(i)]) if has else None for i, has in enumerate(has_filter)]
+        filters = [_stored("filter", i, content) if has else None for i, has in enumerate(has_filter)]
         if header.get("fusion") is not None:
             header["fusion"] = FusionChoice(**header["fusion"])
         absent = [part for part, key in (("term_", "terms"), ("fusion_", "fusion")) if not header.get(key)]
@@ -147,7 +149,7 @@ def load_qfilters(path: str | os.PathLike[str], expect_model_id: str | None = No
         calibration = QFiltersCalibration(filters, **header, statistics=statistics, format_version=version)
     except KeyError as error:
         raise ValueError(f"{path} is not a Q-Filters calibration: it has no {error}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} cannot be used as a Q-Filters calibration: {error}") from error
     if expect_model_id is not None and calibration.model_id != expect_model_id:
         raise ValueError(
@@ -165,8 +167,7 @@ def import_published_filters(path: str | os.PathLike[str], model_id: str | None 
 
     Raises FileNotFoundError when there is no such file, ValueError when it holds anything else.
     """
-    if not Path(path).exists():
-        raise FileNotFoundError(f"no file {path}")
+    check_readable(path)
     try:
         tensors = mx.load(str(path), format="safetensors")
     except RuntimeError as error:
@@ -195,24 +196,40 @@ def _check_filter(index: int, layer: mx.array) -> None:
 
 
 def _stored_statistics(index: int, names: Sequence[str], content: dict[str, np.ndarray[Any, Any]]) -> LayerStatistics:
-    return LayerStatistics(**{name: mx.array(content[f"{name}_{index:04d}"]) for name in names})
+    return LayerStatistics(**{name: _stored(name, index, content) for name in names})
 
 
-def _stored_filter(index: int, stored: np.ndarray[Any, Any]) -> mx.array:
-    if stored.dtype != np.float32:
-        raise ValueError(f"the filter of layer {index} must be float32, got {stored.dtype}")
-    return mx.array(stored)
+def _stored(name: str, index: int, content: dict[str, np.ndarray[Any, Any]]) -> mx.array:
+    array = content[f"{name}_{index:04d}"]
+    if array.dtype != np.float32:
+        raise ValueError(f"{name} of layer {index} must be float32, got {array.dtype}")
+    return mx.array(array)
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    if not path.exists():
-        raise FileNotFoundError(f"no file {path}")
+    check_readable(path)
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is not an .npz file, or it is truncated; copy it again or calibrate again")
     try:
+        _check_sizes(path)
         with np.load(path, allow_pickle=False) as content:
             return {name: content[name] for name in content.files}
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
         raise ValueError(f"{path} is damaged ({error}); copy it again or calibrate again") from error
     except ValueError as error:  # numpy's word for pickled objects, and for broken array headers
         raise ValueError(f"{path} holds something that is not a plain array and is not read: {error}") from error
+
+
+def _check_sizes(path: Path) -> None:
+    """ValueError when an array is said to be larger than its bytes in the file: reading would allocate what it says."""
+    most = path.stat().st_size * _MOST_DEFLATED
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            with archive.open(member) as file:
+                major, _ = np.lib.format.read_magic(file)
+                read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(file)
+                held = min(member.file_size, most) - file.tell()
+            said = math.prod(shape) * dtype.itemsize
+            if said > held:
+                raise ValueError(f"{member.filename} is said to hold {said} bytes and there are {held}")

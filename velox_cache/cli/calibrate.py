@@ -21,7 +21,7 @@ from velox_cache.cli.model_argument import (
 )
 from velox_cache.cli.stdin import text_from_stdin
 from velox_cache.distributed.launcher import launched_rank
-from velox_cache.folders import check_folder_of
+from velox_cache.file_checks import check_folder_of, file_text
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -134,7 +134,4 @@ def _searched(
 def _read(name: str) -> str:
     if name == "-":
         return text_from_stdin("--text -")
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text: {error}") from error
+    return file_text(name)

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("velox-kv", "mlx", "mlx-lm", "numpy", "chex", "transformers")
+_PACKAGES = ("velox-kv", "mlx", "mlx-lm", "numpy", "chex", "jax", "transformers")
+_CORE = "import of velox_fn, and of chex and jax with it"
 _SLOW_GFLOPS = 5.0
 
 
@@ -24,7 +25,8 @@ class Finding:
 
 def doctor() -> list[Finding]:
     """Looks at versions, machine, Metal kernels and speed. Takes a few seconds; allocates some tens of MB."""
-    return [*_versions(), *_machine(), *_tried("Metal kernels", _kernels), *_tried("speed", _speed)]
+    looks = {_CORE: _core, "Metal kernels": _kernels, "speed": _speed}
+    return [*_versions(), *_machine(), *(finding for topic, look in looks.items() for finding in _tried(topic, look))]
 
 
 def as_json(findings: list[Finding]) -> list[dict[str, object]]:
@@ -52,11 +54,12 @@ def as_text(findings: list[Finding], width: int = 100) -> str:
 
 
 def _tried(topic: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What `look` finds. What breaks it, such as a kernel that Apple's compiler refuses, is a finding too."""
+    """What `look` finds. What breaks it is a finding too: a kernel that Apple's compiler refuses, a chex and a jax that
+    do not fit each other, whatever that raises."""
     try:
         yield from look()
-    except RuntimeError as error:
-        yield Finding(topic, "broke off", str(error), fault=True)
+    except Exception as error:
+        yield Finding(topic, "broke off", f"{type(error).__name__}: {error}", fault=True)
 
 
 def _versions() -> list[Finding]:
@@ -88,6 +91,12 @@ def _chip() -> str:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
         named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     return f"{named or 'unknown'} ({platform.machine()})"
+
+
+def _core() -> Iterator[Finding]:
+    from velox_fn.engine import records
+
+    yield Finding(_CORE, "works", records.__file__)
 
 
 def _kernels() -> Iterator[Finding]:

@@ -5,9 +5,11 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from importlib.metadata import files
+from pathlib import Path
 from types import MappingProxyType
 
 from velox_cache.calibration.texts import held_out_text
+from velox_cache.file_checks import file_text
 
 
 def licence_text() -> str:
@@ -35,15 +37,13 @@ TEXTS: Mapping[str, Callable[[], str]] = MappingProxyType(
 def text_named(name: str) -> str:
     """The text of this name, or the contents of the UTF-8 file at this path.
 
-    Raises ValueError for a name that is neither.
+    Raises ValueError for a name that is neither, or a file that cannot be read.
     """
     if name in TEXTS:
         return TEXTS[name]()
-    try:
-        with open(name, encoding="utf-8") as file:
-            return file.read()
-    except FileNotFoundError as error:
-        raise ValueError(f"there is no text {name!r}: give a file, or one of {', '.join(TEXTS)}") from error
+    if not Path(name).exists():
+        raise ValueError(f"there is no text {name!r}: give a file, or one of {', '.join(TEXTS)}")
+    return file_text(name)
 
 
 def text_digest(text: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from velox_cache.file_checks import check_readable
 from velox_cache.learning.fusion_candidate import Candidate
 
 
@@ -27,8 +28,9 @@ def begun(file: str | os.PathLike[str] | None, identity: dict[str, Any], equal: 
     """
     if file is None or not Path(file).exists():
         return SearchProgress(equal, identity)
+    check_readable(file)
     try:
-        held = json.loads(Path(file).read_text())
+        held = json.loads(Path(file).read_text(encoding="utf-8"))
         best = Candidate.from_plain(held["best"])
         state = SearchProgress(best, held["identity"], held["steps"], held["equal_loss"], held["best_loss"])
         numbers = [int(state.steps), float(state.best_loss), *([] if state.equal_loss is None else [state.equal_loss])]

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+MOST_TOKENS = 2**31 - 1  # of one sequence: offsets are int32
 
 
 def whole_number(name: str, value: object, least: int) -> int:
@@ -96,6 +97,15 @@ def block_dtypes(keys: mx.array, values: mx.array, key_dtype: mx.Dtype, value_dt
         raise ValueError(
             f"this state holds {key_dtype} keys and {value_dtype} values, got {keys.dtype} and {values.dtype}: rows "
             "are kept bit for bit; cast the block, or start the state with init(..., dtype=) of the model's own type"
+        )
+
+
+def countable(n_seen: int, n_tokens: int) -> None:
+    """ValueError when a sequence that has seen `n_seen` tokens cannot count so many more."""
+    if n_seen + n_tokens > MOST_TOKENS:
+        raise ValueError(
+            f"a sequence counts at most 2**31 - 1 = {MOST_TOKENS} tokens; this one has seen {n_seen} and {n_tokens} "
+            "are to come; start again from a shorter prompt"
         )
 
 

@@ -37,6 +37,7 @@ class StaticScorer:
     """(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], what `takes` names, sums) -> float32 [B,H,S]"""
     takes: tuple[str, ...] = ()  # calibrated directions, each [H,D], by the name of the argument that brings it
     reads: tuple[str, ...] = ("keys",)  # and so is not finite where one of them is not
+    newest_first: bool = False  # it grows with the position, and rounds: the higher position is better among equals
 
 
 def projection_terms(rows: mx.array, directions: mx.array) -> mx.array:
@@ -147,7 +148,7 @@ SCORERS: Mapping[str, StaticScorer] = MappingProxyType(
         "key_norm": StaticScorer("key_norm", _key_norm),  # L2Norm
         "value_norm": StaticScorer("value_norm", _value_norm, reads=("values",)),
         "norm_product": StaticScorer("norm_product", _norm_product, reads=("keys", "values")),
-        "recency": StaticScorer("recency", _recency, reads=()),
+        "recency": StaticScorer("recency", _recency, reads=(), newest_first=True),
     }
 )
-"""The scorers by name. Norms are squared: they order rows as norms do. Recency, as a float, counts to 2^24 exactly."""
+"""The scorers by name. Norms are squared: they order rows as norms do."""

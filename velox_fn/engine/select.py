@@ -4,6 +4,12 @@ Each row has a *rank*, an int64 that packs its score and its position, so that t
 of integers: a higher score is better; among equal scores the lower position is better; a padding row (position -1) is
 worse than every token. Scores frozen in a rank hold +inf for sinks. Rows of the recent window are lifted above
 everything only at the moment of choosing, since the window moves.
+
+Scores that grow with the position turn the tie around: among equals the higher position is better. Float32 has no room
+for every position, so rows that differ in age alone may round to equal scores, and then their order is still exact.
+
+The low 32 bits of a rank hold the position: 2^31 - 1 - position, or 2^31 + 1 + position where the tie is turned around,
+so that both give 2^31 for padding. Positions end at 2^31 - 2 (`checks.countable`).
 """
 
 import functools
@@ -15,6 +21,7 @@ import mlx.core as mx
 
 _LOW_BITS = 0xFFFFFFFF
 _MAX_POSITION = 0x7FFFFFFF
+_NEWEST_FIRST = 0x80000001  # low bits from here on hold positions of which the higher is better
 _PADDING_SCORE = -0x80000000
 _INFINITY = 0x7F800000  # the bits of +inf; those that every number that is not finite has
 _MINUS_INFINITY = -0x7F800001  # -inf as _ordered has it
@@ -37,11 +44,12 @@ class Scores:
     terms: mx.array  # float32 [B,H,S], or [B,H,S,n], still to be summed: one sum then scores and checks a row
     unseen: tuple[mx.array, ...]
     """Those of keys [B,H,S,D] and values [B,H,S,D_v] that may hold NaN or infinity while the score is finite."""
+    newest_first: bool = False  # whether the higher position is better among equal scores
 
 
 def pack_ranks(scores: mx.array, positions: mx.array) -> mx.array:
     """Ranks int64 of scores float32 (no NaN) and positions int32 of the same shape; -0.0 equals +0.0."""
-    return _packed(_ordered(scores.view(mx.int32)), positions)
+    return _packed(_ordered(scores.view(mx.int32)), positions, newest_first=False)
 
 
 def _ordered(bits: mx.array) -> mx.array:
@@ -50,14 +58,20 @@ def _ordered(bits: mx.array) -> mx.array:
     return mx.where(ordered == _MINUS_ZERO, 0, ordered)
 
 
-def _packed(ordered: mx.array, positions: mx.array) -> mx.array:
+def _packed(ordered: mx.array, positions: mx.array, *, newest_first: bool) -> mx.array:
     ordered = mx.where(positions < 0, _PADDING_SCORE, ordered)
-    return (ordered.astype(mx.int64) << 32) | (_MAX_POSITION - positions.astype(mx.int64))
+    wide = positions.astype(mx.int64)
+    return (ordered.astype(mx.int64) << 32) | (wide + _NEWEST_FIRST if newest_first else _MAX_POSITION - wide)
 
 
 def rank_positions(ranks: mx.array) -> mx.array:
     """The positions int32 packed in ranks; -1 for padding."""
-    return (_MAX_POSITION - (ranks & _LOW_BITS)).astype(mx.int32)
+    return _wide_positions(ranks).astype(mx.int32)
+
+
+def _wide_positions(ranks: mx.array) -> mx.array:
+    low = ranks & _LOW_BITS
+    return mx.where(low < _NEWEST_FIRST, _MAX_POSITION - low, low - _NEWEST_FIRST)
 
 
 def rank_scores(ranks: mx.array) -> mx.array:
@@ -73,17 +87,19 @@ def arrival_ranks(scores: Scores, positions: mx.array, n_sink: int) -> mx.array:
     A row with a non-finite key, value or score competes as -inf; sinks hold +inf.
     """
     if scores.terms.shape[2] == 1:
-        return _compiled_arrival(n_sink)(scores.terms, positions, *scores.unseen)
-    return _arrival_ranks(scores.terms, positions, *scores.unseen, n_sink=n_sink)
+        return _compiled_arrival(n_sink, scores.newest_first)(scores.terms, positions, *scores.unseen)
+    return _arrival_ranks(scores.terms, positions, *scores.unseen, n_sink=n_sink, newest_first=scores.newest_first)
 
 
 @functools.cache
-def _compiled_arrival(n_sink: int) -> Callable[..., mx.array]:
+def _compiled_arrival(n_sink: int, newest_first: bool) -> Callable[..., mx.array]:
     """`arrival_ranks` of one token: small work, whose cost is the number of kernels."""
-    return mx.compile(functools.partial(_arrival_ranks, n_sink=n_sink))
+    return mx.compile(functools.partial(_arrival_ranks, n_sink=n_sink, newest_first=newest_first))
 
 
-def _arrival_ranks(terms: mx.array, positions: mx.array, *unseen: mx.array, n_sink: int) -> mx.array:
+def _arrival_ranks(
+    terms: mx.array, positions: mx.array, *unseen: mx.array, n_sink: int, newest_first: bool
+) -> mx.array:
     if terms.shape[2] == 1 and len({rows.shape for rows in unseen}) == 1:
         # The fewest kernels for one token: zeros added to a sum do not change it, and NaN comes through.
         zeros = functools.reduce(mx.add, [rows.astype(mx.float32) * 0 for rows in unseen])
@@ -95,7 +111,7 @@ def _arrival_ranks(terms: mx.array, positions: mx.array, *unseen: mx.array, n_si
     ordered = mx.where(unsound, _MINUS_INFINITY, _ordered(bits))
     if n_sink > 0:
         ordered = mx.where(positions < n_sink, _INFINITY, ordered)
-    return _packed(ordered, mx.broadcast_to(positions, ordered.shape))
+    return _packed(ordered, mx.broadcast_to(positions, ordered.shape), newest_first=newest_first)
 
 
 def largest_magnitude(rows: mx.array) -> mx.array:
@@ -135,7 +151,7 @@ def competing_ranks(ranks: mx.array, offset: mx.array, recent: int) -> mx.array:
     if recent == 0:
         return ranks
     first_recent = mx.maximum(offset - recent, 0).astype(mx.int64)[:, None, None]  # below 0 stands padding
-    return mx.where((ranks & _LOW_BITS) <= _MAX_POSITION - first_recent, _PROTECTED, ranks)
+    return mx.where(_wide_positions(ranks) >= first_recent, _PROTECTED, ranks)
 
 
 def victim(ranks: mx.array) -> mx.array:

@@ -85,7 +85,8 @@ def fusion(
         n_sink=n_sink,
         recent=recent,
         rollback=rollback,
-        use_metal_kernels=use_metal_kernels,
+        # The eviction kernel's ties go to the lower position. Scores are still taken by the kernels.
+        use_metal_kernels=False if _newest_first(names) else use_metal_kernels,
         params={} if missing else _score_params(names, params),
         settings={"terms": "+".join(names), "combine": combine},
     )
@@ -160,6 +161,7 @@ def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
     # One function object for each form, since compiled steps are kept by their score function.
     sums = METAL_SUMS if metal else MLX_SUMS
     directions = list(dict.fromkeys(name for term in names for name in SCORERS[term].takes))
+    newest_first = _newest_first(names)
     seen_by = {part: [t for t, name in enumerate(names) if part in SCORERS[name].reads] for part in ("keys", "values")}
 
     def fused_scores(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> mx.array:
@@ -183,10 +185,16 @@ def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
     def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
         unseen = tuple(rows for part, rows in (("keys", keys), ("values", values)) if not seen_by[part])
         if metal:
-            return Scores(fused_scores(keys, values, positions, params), unseen)
-        return Scores(head_by_head(fused_scores, keys, values, positions, params), unseen)
+            fused = fused_scores(keys, values, positions, params)
+        else:
+            fused = head_by_head(fused_scores, keys, values, positions, params)
+        return Scores(fused, unseen, newest_first)
 
     return score
+
+
+def _newest_first(names: Sequence[str]) -> bool:
+    return any(SCORERS[name].newest_first for name in names)
 
 
 def _combined(combine: str, units: Sequence[mx.array]) -> mx.array:

@@ -1,7 +1,7 @@
 """StreamingLLM: keep the first tokens and the last ones.
 
 Source: "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453), section 3.2: `n_sink` leading
-tokens and the most recent `budget - n_sink` stay, so a row scores its position.
+tokens and the most recent `budget - n_sink` stay, so all rows score alike, and among equals the newest is best.
 
 Differs from the paper: a whole block attends to all kept rows before any leaves; positions stay true unless
 `renumber=True`, under which attention sees the rows as the paper places them, without a gap between sinks and window.
@@ -22,8 +22,6 @@ from velox_fn.engine.rows import View
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, StaticState, static_eviction
 
-_FIRST_NORMAL = 0x00800000  # bits of the smallest float32 that no backend flushes to zero
-
 
 def streaming_llm(
     *,
@@ -40,7 +38,15 @@ def streaming_llm(
     embedding (install reads it). Raises ValueError on counts that cannot work, or when `rope` is missing.
     """
     spec = renumbering(renumber, rope)
-    plain = static_eviction("streaming_llm", _recency, budget=budget, n_sink=n_sink, recent=0, rollback=rollback)
+    plain = static_eviction(
+        "streaming_llm",
+        _recency,
+        budget=budget,
+        n_sink=n_sink,
+        recent=0,
+        rollback=rollback,
+        use_metal_kernels=False,  # their ties go to the lower position
+    )
 
     def update(
         state: StaticState,
@@ -64,6 +70,4 @@ def streaming_llm(
 
 
 def _recency(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
-    # Float32 counts to 2^24 only. Positive floats are ordered as their bits are, so a position becomes bits instead.
-    scores = (positions + _FIRST_NORMAL).view(mx.float32)
-    return Scores(mx.broadcast_to(scores, keys.shape[:3]), unseen=(keys, values))
+    return Scores(mx.zeros(keys.shape[:3], mx.float32), unseen=(keys, values), newest_first=True)

@@ -333,3 +333,29 @@ def test_statistics_that_do_not_fit_each_other_are_refused(shape):
 def test_statistics_that_are_not_finite_are_refused():
     with pytest.raises(ValueError, match="query_mean must be finite"):
         LayerStatistics(mx.zeros((2, 8)), mx.full((2, 8), mx.nan), mx.zeros((2, 8, 8)))
+
+
+@pytest.mark.parametrize("name", ["mean_keys_0000", "query_cov_0000", "term_means_0000"])
+@pytest.mark.parametrize(
+    "stored", [np.array(["a", "b"]), np.ones((2, 8)), np.ones((2, 8), bool)], ids=lambda a: a.dtype
+)
+def test_stored_statistics_that_are_no_float32_are_refused(path, with_moments, name, stored):
+    save_qfilters(with_moments, path)
+    rewrite(path, **{name: stored})
+    with pytest.raises(ValueError, match=f"{name[:-5]} of layer 0 must be float32, got {stored.dtype}"):
+        load_qfilters(path)
+
+
+@pytest.mark.parametrize("member", ["mean_keys_0000", "term_means_0000"])
+def test_stored_statistics_without_dimensions_are_refused(path, with_moments, member):
+    save_qfilters(with_moments, path)
+    rewrite(path, **{member: np.float32(1)})
+    with pytest.raises(ValueError, match="cannot be used"):
+        load_qfilters(path)
+
+
+@pytest.mark.parametrize("header", ["3", "[]", '"text"', "null"])
+def test_a_header_that_is_no_mapping_is_refused(path, header):
+    rewrite(path, header=np.array(header))
+    with pytest.raises(ValueError, match=r"cannot be used|is not a Q-Filters calibration"):
+        load_qfilters(path)

@@ -2,7 +2,11 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +76,21 @@ def test_the_json_report_holds_the_same_findings(
     parities(monkeypatch, WRONG)
     command.run(argparse.Namespace(json=True))
     assert json.loads(capsys.readouterr().out) == doctor.as_json(doctor.doctor())
+
+
+def test_the_doctor_answers_when_chex_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "chex.py").write_text("raise AttributeError('module jax.core has no attribute Shape')")
+    root = Path(__file__).parents[3]
+    broken = os.pathsep.join([str(tmp_path), str(root)])
+    ran = subprocess.run(
+        [sys.executable, "-m", "velox_cache", "doctor", "--json"],
+        env=os.environ | {"PYTHONPATH": broken},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = {finding["name"]: finding for finding in json.loads(ran.stdout)}
+    assert found["broke off"]["value"] == "AttributeError: module jax.core has no attribute Shape"
+    assert found["broke off"]["fault"]
+    assert {"python", "chex", "jax", "chip"} <= found.keys()
+    assert ran.returncode == 1
