@@ -9,6 +9,7 @@ from velox_cache.calibration.artifact import QFiltersCalibration
 from velox_cache.compat.config import KVCacheConfig
 from velox_cache.installation.layer_arguments import layer_arguments
 from velox_cache.introspection.plan import check_filter_layout, key_layout, make_caches, plan_layers
+from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import ModelShard, model_shard
 from velox_fn.engine.eviction import Eviction
 from velox_fn.registry import method_factory
@@ -27,15 +28,21 @@ class KVCacheBuilder:
         """
         plan = plan_layers(model)
         shard = model_shard(model)
+        ropes = ModelRopes(model)
         own = None if calibration is None else shard.calibration(calibration, len(plan))
         methods = {
-            entry.layer: _layer_method(model, config, own, entry.layer, shard) for entry in plan if entry.bounded
+            entry.layer: _layer_method(model, config, own, entry.layer, shard, ropes) for entry in plan if entry.bounded
         }
         return make_caches(model, plan, lambda layer: EvictingKVCache(methods[layer]))
 
 
 def _layer_method(
-    model: nn.Module, config: KVCacheConfig, calibration: QFiltersCalibration | None, layer: int, shard: ModelShard
+    model: nn.Module,
+    config: KVCacheConfig,
+    calibration: QFiltersCalibration | None,
+    layer: int,
+    shard: ModelShard,
+    ropes: ModelRopes,
 ) -> Eviction:
     head_dim = key_layout(model, layer)[1]
     if config.head_dim is not None and head_dim not in (None, config.head_dim):
@@ -43,7 +50,9 @@ def _layer_method(
             f"head_dim={config.head_dim} does not fit this model: keys of layer {layer} have {head_dim} dimensions; "
             "give that, or leave head_dim out"
         )
-    arguments = layer_arguments(method_factory(config.method), config.settings(), model, layer, calibration, shard)
+    arguments = layer_arguments(
+        method_factory(config.method), config.settings(), model, layer, calibration, shard, ropes
+    )
     method = config.eviction(**arguments)
     check_filter_layout(model, layer, method)
     return method

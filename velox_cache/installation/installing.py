@@ -17,6 +17,7 @@ from velox_cache.installation.layer_arguments import CALIBRATED, PLACE, layer_ar
 from velox_cache.installation.layer_budgets import Budgets, SoloKVCache, layer_budgets
 from velox_cache.introspection.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
+from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import model_shard
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
@@ -111,12 +112,13 @@ def install(
             "per layer, in QFiltersCalibration(arrays)"
         )
     calibration = None if calibration is None else shard.calibration(calibration, len(plan))
-    methods = {}
+    methods, ropes = {}, ModelRopes(model)
     for entry in plan:
         if entry.bounded:
             layer_budget = budget if own_budgets is None else own_budgets[entry.layer]
             arguments = settings if layer_budget is None else {"budget": layer_budget, **settings}
-            arguments = {**arguments, **layer_arguments(factory, arguments, model, entry.layer, calibration, shard)}
+            of_layer = layer_arguments(factory, arguments, model, entry.layer, calibration, shard, ropes)
+            arguments = {**arguments, **of_layer}
             share = recent_share(factory, settings, calibration)
             methods[entry.layer] = factory(**_with_default_recent(factory, arguments, share))
             check_filter_layout(model, entry.layer, methods[entry.layer])

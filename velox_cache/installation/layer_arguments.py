@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from velox_cache.calibration.artifact import QFiltersCalibration
 from velox_cache.calibration.statistics import LayerStatistics
-from velox_cache.introspection.rope import rope_of_layer
+from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import WHOLE, ModelShard
 from velox_fn.engine.eviction import Eviction
 from velox_fn.methods.fusion import PER_TERM, arrays_taken, term_names
@@ -48,10 +48,12 @@ def layer_arguments(
     layer: int,
     calibration: QFiltersCalibration | None,
     shard: ModelShard = WHOLE,
+    ropes: ModelRopes | None = None,
 ) -> dict[str, Any]:
     """The arguments that `factory` takes beside `settings`, for one layer of `model`.
 
-    calibration: what of one belongs to `shard`, the part of the model that this process holds.
+    calibration: what of one belongs to `shard`, the part of the model that this process holds. ropes: the model's, for
+    callers who ask for several layers.
 
     Raises ValueError when a method needs a calibration and there is none, when the calibration has nothing for the
     method or the layer, when a method that renumbers needs a rotary embedding and the model's cannot be read, or when a
@@ -77,11 +79,12 @@ def layer_arguments(
     if "first_head" in wanted:
         arguments["first_head"] = shard.first_head(model, layer)
     if "rope" in wanted and settings.get("rope") is None:
+        ropes = ModelRopes(model) if ropes is None else ropes
         if settings.get("renumber"):
-            arguments["rope"] = rope_of_layer(model, layer)
+            arguments["rope"] = ropes.of_layer(layer)
         elif "renumber" not in wanted and calibration is None:  # a method that does better with it, and can do without
             try:
-                arguments["rope"] = rope_of_layer(model, layer)
+                arguments["rope"] = ropes.of_layer(layer)
             except ValueError:
                 arguments["rope"] = None
     return arguments

@@ -1,45 +1,90 @@
-"""Read a model's rotary embedding into a RopeSpec."""
+"""Read a model's rotary embedding into a RopeSpec, and see that it does to keys what the model does."""
 
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import rope_utils
+from mlx_lm.models.cache import CacheList, KVCache
 
-from velox_fn.engine.rope import RopeSpec
+from velox_cache.introspection.plan import plain_caches
+from velox_cache.introspection.query_tap import flat_caches
+from velox_fn.engine.rope import RopeSpec, rope_remap_positions
 
-_BY_FREQUENCIES = (
-    rope_utils.Llama3RoPE,
-    rope_utils.ProportionalRoPE,
-    rope_utils.SuScaledRoPE,
-    rope_utils.YarnRoPE,
-)
+_PROBED = mx.array([[0], [1]])  # tokens, each a sequence of its own
+_FAR = 1000  # far enough for slow pairs to turn, near enough for float32 angles
 
 
-def rope_of_layer(model: nn.Module, layer: int) -> RopeSpec:
-    """The rotary embedding that turns the keys of layer `layer`, an index in `model.layers`.
+class ModelRopes:
+    """The rotary embeddings of a model's full-attention layers.
 
-    What scales keys before they turn (YaRN's and longrope's mscale) is in the cached keys already and not part of it.
-    A layer without rotary embedding (`rope = None`, as NoPE layers have) gives one of no dimensions.
-
-    Raises ValueError when the layer has none that can be read, several that differ, or one whose rotation changes as
-    the sequence grows (dynamic NTK scaling), so that cached keys were turned by different ones.
+    Which one turns a layer's keys, which of their dimensions, and whether anything is done to the keys afterwards, is
+    decided by the keys that the model itself makes of one token at two positions. The model runs for that, twice on two
+    tokens, when the first layer is asked for.
     """
-    if layer >= len(model.layers):
-        raise ValueError(f"the model has {len(model.layers)} layers and none of index {layer}: no rope to read")
-    modules = list(model.layers[layer].modules())
-    found = {spec for module in modules if (spec := rope_spec_of(module)) is not None}
-    if len(found) == 1:
-        return found.pop()
-    if not found and any(vars(module).get("rope", module) is None for module in modules):
-        return RopeSpec(dims=0)
-    raise ValueError(
-        f"layer {layer} has {len(found) or 'no'} rotary embeddings that can be read, one is needed; leave "
-        "renumber=False, or give rope=RopeSpec(dims, base, ...)"
-    )
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def of_layer(self, layer: int) -> RopeSpec:
+        """The rotation that takes the keys of layer `layer`, an index in the prompt cache, from position to position.
+
+        What scales keys before they turn (YaRN's and longrope's mscale) is in the cached keys already and not part of
+        it. Keys that the model does not turn, as those of NoPE layers, give a rotation of no dimensions.
+
+        Raises ValueError when the layer has no plain KV cache, when no rotary embedding that can be read does to its
+        keys what the model does, when positions may be other than token indices, or when the rotation changes as the
+        sequence grows (dynamic NTK scaling), so that cached keys were turned by different ones.
+        """
+        if layer not in self._keys:
+            raise ValueError(f"layer {layer} of this model has no plain KV cache: no rope to read")
+        here, there = self._keys[layer]
+        for spec in _placed(self._specs, here.shape[-1]):
+            if _same(rope_remap_positions(here, mx.array(0), mx.array(_FAR), spec), there):
+                return spec
+        raise ValueError(
+            f"layer {layer} has no rotary embedding that can be read and takes its keys from one position to another "
+            f"as the model does: {self._specs or 'none'} was found, and tried on leading and on trailing dimensions; "
+            "leave renumber=False, or give rope=RopeSpec(dims, base, ...)"
+        )
+
+    @functools.cached_property
+    def _specs(self) -> tuple[RopeSpec, ...]:
+        return tuple(dict.fromkeys(spec for module in self._model.modules() for spec in rope_specs_of(module)))
+
+    @functools.cached_property
+    def _keys(self) -> dict[int, tuple[mx.array, mx.array]]:
+        """Keys [2,H,1,D] of each layer at positions 0 and `_FAR`."""
+        for module in self._model.modules():
+            if _takes_positions(type(module)):
+                raise ValueError(
+                    f"{type(module).__name__} takes position_ids: rotary positions of this model need not be token "
+                    "indices (those of an image's tokens are not), so rows cannot be moved by counting tokens; leave "
+                    "renumber=False"
+                )
+        here, there = (self._keys_at(position) for position in (0, _FAR))
+        return {layer: (keys, there[layer]) for layer, keys in here.items()}
+
+    def _keys_at(self, position: int) -> dict[int, mx.array]:
+        own = plain_caches(self._model)
+        plain = {
+            layer: cache for layer, entry in enumerate(own) for cache in flat_caches([entry]) if type(cache) is KVCache
+        }
+        logits = self._model(_PROBED, cache=[_at(position, cache) for cache in own])
+        keys = {layer: cache.keys for layer, cache in plain.items() if cache.keys is not None}
+        mx.eval(logits, keys)  # the logits too: ranks that share a model wait for each other
+        return keys
 
 
-def rope_spec_of(module: nn.Module) -> RopeSpec | None:
-    """What a rotary embedding module of mlx or mlx_lm does; None for any other module.
+def rope_specs_of(module: nn.Module) -> tuple[RopeSpec, ...]:
+    """What a module may do to leading dimensions if it is a rotary embedding; nothing for any other module.
 
+    A module that holds frequencies need not say which dimensions it pairs.
     Raises ValueError for dynamic NTK scaling, whose rotation changes as the sequence grows.
     """
     if isinstance(module, rope_utils.DynamicNTKScalingRoPE):
@@ -48,9 +93,56 @@ def rope_spec_of(module: nn.Module) -> RopeSpec | None:
             "by one rotation; leave renumber=False"
         )
     if type(module) is nn.RoPE:
-        return RopeSpec(module.dims, float(module.base), module.traditional, float(module.scale))
-    if isinstance(module, _BY_FREQUENCIES):
-        dims = module.dim if isinstance(module, rope_utils.SuScaledRoPE) else module.dims
-        freqs = tuple(map(float, np.array(module._freqs)))
-        return RopeSpec(dims, traditional=getattr(module, "traditional", False), freqs=freqs)
-    return None
+        return (RopeSpec(module.dims, float(module.base), module.traditional, float(module.scale)),)
+    freqs = getattr(module, "_freqs", None)
+    if not isinstance(freqs, mx.array) or freqs.ndim != 1 or not mx.all(freqs > 0).item():
+        return ()
+    pairs = tuple(map(float, np.array(freqs)))
+    pairings = [module.traditional] if hasattr(module, "traditional") else [False, True]
+    return tuple(RopeSpec(2 * len(pairs), traditional=pairing, freqs=pairs) for pairing in pairings)
+
+
+class _Standing:
+    """Added to a cache's class: its next token stands at `offset`, with nothing before it that attention would see."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.keys, self.values = keys, values
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self.keys, self.values
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _at(position: int, cache: Any) -> Any:
+    """`cache`, or those in it, standing at `position`: sliding ones too, for some models ask only the first."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(_at(position, part) for part in cache.caches))
+    if "offset" in vars(cache):
+        cache.__class__ = type(f"Standing{type(cache).__name__}", (_Standing, type(cache)), {})
+        cache.offset = position
+        if hasattr(cache, "start_position"):  # of a chunk
+            cache.start_position = position
+    return cache
+
+
+def _takes_positions(cls: type) -> bool:
+    call = cls.__call__
+    return inspect.isfunction(call) and "position_ids" in inspect.signature(call).parameters
+
+
+def _placed(specs: tuple[RopeSpec, ...], head_dim: int) -> Iterator[RopeSpec]:
+    """No rotation, and each of `specs` on leading and on trailing dimensions of a key."""
+    yield RopeSpec(dims=0)
+    for spec in specs:
+        if spec.dims <= head_dim:
+            yield from dict.fromkeys((spec, replace(spec, first=head_dim - spec.dims)))
+
+
+def _same(turned: mx.array, keys: mx.array) -> bool:
+    """Whether two turns of a key agree, as far as the dtype goes."""
+    tolerance = 1e-3 if keys.dtype == mx.float32 else 2e-2
+    apart, size = (mx.linalg.norm(x.astype(mx.float32), axis=-1) for x in (turned - keys, keys))
+    return bool(mx.all(apart <= tolerance * size).item())

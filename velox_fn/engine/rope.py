@@ -22,15 +22,17 @@ class RopeSpec:
     forms such as Llama-3's give them). Raises ValueError when that cannot be a rotation.
     """
 
-    dims: int  # leading dimensions of a key that turn; 0: none do
+    dims: int  # dimensions of a key that turn; 0: none do
     base: float = 10000.0  # not used when freqs are given
     traditional: bool = False  # pairs are neighbours (2i, 2i+1) and not (i, i + dims/2)
     scale: float = 1.0  # of positions
     freqs: tuple[float, ...] | None = None  # dims/2 positive numbers; infinity: the pair does not turn
+    first: int = 0  # where the dimensions that turn begin: some models' keys are [no RoPE, RoPE]
 
     def __post_init__(self) -> None:
         if checks.whole_number("dims", self.dims, 0) % 2:
             raise ValueError(f"dims must be even, since RoPE turns pairs of dimensions, got {self.dims}")
+        checks.whole_number("first", self.first, 0)
         if not self.base > 0 or not self.scale > 0:
             raise ValueError(f"base and scale must be above 0, got {self.base} and {self.scale}")
         if self.freqs is not None:
@@ -56,9 +58,10 @@ def rope_remap_positions(keys: mx.array, old: mx.array, new: mx.array, rope: Rop
     The angles and the turn are float32; the result has the keys' dtype. A key that does not move stays as it is.
     Raises ValueError when the keys are narrower than the rotation.
     """
-    if rope.dims > keys.shape[-1]:
+    if rope.first + rope.dims > keys.shape[-1]:
         raise ValueError(
-            f"rope turns {rope.dims} dimensions, but keys have {keys.shape[-1]}; read it from the keys' own model"
+            f"rope turns {rope.dims} dimensions from {rope.first} on, but keys have {keys.shape[-1]}; read it from the "
+            "keys' own model"
         )
     cos, sin = _rotation((new - old).astype(mx.float32), rope)
     return turn_by(keys, cos, sin, rope)
@@ -73,7 +76,8 @@ def mean_rotation(first: mx.array, n_positions: int, rope: RopeSpec) -> tuple[mx
 
 def turn_by(vectors: mx.array, cos: mx.array, sin: mx.array, rope: RopeSpec) -> mx.array:
     """Vectors [...,D] turned by the given cosines and sines, broadcastable to [...,dims/2]; the vectors' dtype."""
-    turned = vectors[..., : rope.dims].astype(mx.float32)
+    before, turned, after = mx.split(vectors, [rope.first, rope.first + rope.dims], axis=-1)
+    turned = turned.astype(mx.float32)
     half = rope.dims // 2
     if rope.traditional:
         first, second = turned[..., 0::2], turned[..., 1::2]
@@ -81,7 +85,7 @@ def turn_by(vectors: mx.array, cos: mx.array, sin: mx.array, rope: RopeSpec) -> 
         first, second = turned[..., :half], turned[..., half:]
     parts = [first * cos - second * sin, first * sin + second * cos]
     turned = mx.stack(parts, axis=-1).reshape(turned.shape) if rope.traditional else mx.concatenate(parts, axis=-1)
-    return mx.concatenate([turned.astype(vectors.dtype), vectors[..., rope.dims :]], axis=-1)
+    return mx.concatenate([before, turned.astype(vectors.dtype), after], axis=-1)
 
 
 def _rotation(turns: mx.array, rope: RopeSpec) -> tuple[mx.array, mx.array]:

@@ -3,7 +3,7 @@
 import mlx.nn as nn
 import pytest
 
-from velox_cache.introspection.rope import rope_of_layer
+from velox_cache.introspection.rope import ModelRopes
 from velox_fn import RopeSpec
 
 
@@ -18,7 +18,7 @@ from velox_fn import RopeSpec
     ],
 )
 def test_rope_is_that_of_the_attention(tiny_model, model_type, changes, spec):
-    assert rope_of_layer(tiny_model(model_type, **changes), 1) == spec
+    assert ModelRopes(tiny_model(model_type, **changes)).of_layer(1) == spec
 
 
 def test_llama3_scaling_is_read_as_frequencies(tiny_model):
@@ -29,7 +29,7 @@ def test_llama3_scaling_is_read_as_frequencies(tiny_model):
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    freqs = rope_of_layer(tiny_model("llama", rope_scaling=scaling), 0).freqs
+    freqs = ModelRopes(tiny_model("llama", rope_scaling=scaling)).of_layer(0).freqs
     # The fastest pair keeps its pace, the slowest is slowed by the factor.
     assert freqs[0] == pytest.approx(1.0)
     assert freqs[-1] == pytest.approx(8 * 1000.0 ** (3 / 4), rel=1e-4)
@@ -37,28 +37,56 @@ def test_llama3_scaling_is_read_as_frequencies(tiny_model):
 
 def test_layers_have_their_own_rope(tiny_model):
     model = tiny_model("gemma3_text", rope_local_base_freq=10.0)
-    assert [rope_of_layer(model, layer).base for layer in (0, 1)] == [10.0, 1000.0]
+    assert ModelRopes(model).of_layer(1).base == 1000.0
+    with pytest.raises(ValueError, match="layer 0 of this model has no plain KV cache"):
+        ModelRopes(model).of_layer(0)
+
+
+class AsItCame(nn.Module):
+    """Turns nothing, as in NoPE layers."""
+
+    def __call__(self, x, offset=0):
+        return x
+
+
+class Growing(nn.Module):
+    """Does with the position what no rotation does."""
+
+    def __call__(self, x, offset=0):
+        return x * (1 + offset)
 
 
 def test_layer_without_rope_turns_nothing(tiny_model):
     model = tiny_model()
-    model.layers[1].self_attn.rope = None
-    assert rope_of_layer(model, 1) == RopeSpec(dims=0)
+    model.layers[1].self_attn.rope = AsItCame()
+    assert ModelRopes(model).of_layer(1) == RopeSpec(dims=0)
 
 
 def test_rotation_that_changes_with_the_length_is_refused(tiny_model):
     model = tiny_model("llama", rope_scaling={"type": "dynamic", "factor": 2.0})
     with pytest.raises(ValueError, match="changes as the sequence grows"):
-        rope_of_layer(model, 0)
+        ModelRopes(model).of_layer(0)
 
 
 def test_rope_of_an_unknown_kind_is_refused(tiny_model):
     model = tiny_model()
-    model.layers[0].self_attn.rope = nn.Identity()
-    with pytest.raises(ValueError, match="layer 0 has no rotary embeddings"):
-        rope_of_layer(model, 0)
+    model.layers[0].self_attn.rope = Growing()
+    with pytest.raises(ValueError, match="layer 0 has no rotary embedding that can be read"):
+        ModelRopes(model).of_layer(0)
 
 
 def test_layer_that_is_not_there_is_refused(tiny_model):
-    with pytest.raises(ValueError, match="none of index 2"):
-        rope_of_layer(tiny_model(), 2)
+    with pytest.raises(ValueError, match="layer 2 of this model has no plain KV cache"):
+        ModelRopes(tiny_model()).of_layer(2)
+
+
+def test_positions_that_need_not_be_token_indices_are_refused(tiny_model):
+    model = tiny_model()
+    model.layers[1].self_attn = TakesPositions()
+    with pytest.raises(ValueError, match="TakesPositions takes position_ids"):
+        ModelRopes(model).of_layer(0)
+
+
+class TakesPositions(nn.Module):
+    def __call__(self, x, mask=None, cache=None, position_ids=None):
+        raise NotImplementedError

@@ -108,3 +108,34 @@ def test_padded_blocks_are_renumbered_after_single_tokens_within_the_budget(make
 def test_renumbering_without_a_rope_is_refused(make):
     with pytest.raises(ValueError, match="renumber=True turns keys"):
         make(renumber=True)
+
+
+def turned(rows, positions, spec=ROPE):
+    """Rows [H,n,8] at positions [H,n], turned from 0 on in float64."""
+    angles = positions[..., None] * spec.base ** (-np.arange(4) / 4)
+    first, second = rows[..., :4], rows[..., 4:]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+
+
+@every_method
+def test_the_error_of_the_view_does_not_grow_with_the_steps(make):
+    n_steps, method = 200, make(renumber=True, rope=ROPE)
+    raw, values, queries = tokens(n_steps)
+    everywhere = np.broadcast_to(np.arange(n_steps), (2, n_steps))
+    keys = mx.array(turned(raw, everywhere)[None].astype(np.float32))
+    values, queries = mx.array(values[None]), mx.array(queries[None])
+    state = method.init(1, 2, 8, 6)
+    for t in range(n_steps):
+        held = np.array(kept_positions(state))[0] if t else np.zeros((2, 0), int)
+        step = slice(t, t + 1)
+        state, (seen, _) = method.update(state, keys[:, :, step], values[:, :, step], queries=queries[:, :, step])
+        held = np.concatenate([held, np.full((2, 1), t)], axis=-1)
+        places = np.broadcast_to(np.arange(t + 1 - held.shape[-1], t + 1), held.shape)
+        expected = turned(np.take_along_axis(raw, held[..., None], 1), places)
+        found = np.array(seen)[0]
+        in_order = [np.lexsort(rows.round(2).T) for rows in (*found, *expected)]  # a view's row order is free
+        for head in range(2):
+            np.testing.assert_allclose(
+                found[head][in_order[head]], expected[head][in_order[2 + head]], atol=5e-4, err_msg=f"step {t}"
+            )

@@ -1,5 +1,6 @@
 """Moving keys from position to position: as if they had been rotated there from the start."""
 
+import dataclasses
 import json
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.rope_utils import initialize_rope
 
-from velox_cache.introspection.rope import rope_spec_of
+from velox_cache.introspection.rope import rope_specs_of
 from velox_fn import RopeSpec, rope_remap_positions
 
 LLAMA3 = {
@@ -54,13 +55,13 @@ def rotated(rope, keys, positions):
 
 @every_rope
 def test_moving_agrees_with_rotating_from_scratch(rope):
-    moved = rope_remap_positions(rotated(rope, KEYS, OLD), OLD, NEW, rope_spec_of(rope))
+    moved = rope_remap_positions(rotated(rope, KEYS, OLD), OLD, NEW, rope_specs_of(rope)[0])
     np.testing.assert_allclose(np.array(moved), np.array(rotated(rope, KEYS, NEW)), atol=2e-4)
 
 
 @every_rope
 def test_moving_there_and_back_is_staying(rope):
-    spec = rope_spec_of(rope)
+    spec = rope_specs_of(rope)[0]
     back = rope_remap_positions(rope_remap_positions(KEYS, OLD, NEW, spec), NEW, OLD, spec)
     np.testing.assert_allclose(np.array(back), np.array(KEYS), atol=1e-5)
 
@@ -88,19 +89,29 @@ def test_dimensions_past_the_rotation_stay():
     assert not mx.allclose(moved[..., :6], KEYS[..., :6]).item()
 
 
+@pytest.mark.parametrize("traditional", [False, True])
+def test_dimensions_before_the_rotation_stay(traditional):
+    spec = RopeSpec(dims=8, base=50.0, traditional=traditional)
+    moved = rope_remap_positions(KEYS, OLD, NEW, dataclasses.replace(spec, first=6))
+    assert mx.array_equal(moved[..., :6], KEYS[..., :6]).item()
+    assert mx.array_equal(moved[..., 14:], KEYS[..., 14:]).item()
+    assert mx.array_equal(moved[..., 6:14], rope_remap_positions(KEYS[..., 6:14], OLD, NEW, spec)).item()
+
+
 def test_without_rotated_dimensions_nothing_moves():
     assert mx.array_equal(rope_remap_positions(KEYS, OLD, NEW, RopeSpec(dims=0)), KEYS).item()
 
 
 @every_rope
 def test_plain_data_gives_the_same_rope_back(rope):
-    spec = rope_spec_of(rope)
+    spec = rope_specs_of(rope)[0]
     assert RopeSpec(**json.loads(json.dumps(spec.plain()))) == spec
 
 
-def test_keys_narrower_than_the_rotation_are_refused():
-    with pytest.raises(ValueError, match="turns 32 dimensions, but keys have 16"):
-        rope_remap_positions(KEYS, OLD, NEW, RopeSpec(dims=32))
+@pytest.mark.parametrize("spec", [RopeSpec(dims=32), RopeSpec(dims=8, first=9)])
+def test_keys_narrower_than_the_rotation_are_refused(spec):
+    with pytest.raises(ValueError, match=f"turns {spec.dims} dimensions from {spec.first} on, but keys have 16"):
+        rope_remap_positions(KEYS, OLD, NEW, spec)
 
 
 @pytest.mark.parametrize(
