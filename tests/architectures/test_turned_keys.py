@@ -1,4 +1,4 @@
-"""Keys turned from one position to another are the keys that the model makes there itself, in every architecture."""
+"""In every architecture, keys turned to another position are those that the model's own layers make there."""
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -1,12 +1,21 @@
 """Expected Attention keeps what future queries are expected to look at."""
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from arm_oracle import kept_after, simulated, tokens
 from oracles import best_positions
 
-from velox_fn import RopeSpec, expected_attention, query_gram_init, query_gram_moments, query_gram_update
+from velox_fn import (
+    RopeSpec,
+    expected_attention,
+    kept_positions,
+    query_gram_init,
+    query_gram_moments,
+    query_gram_update,
+)
 
 ROPE = RopeSpec(dims=8, base=100.0)
 
@@ -100,3 +109,14 @@ def test_moments_that_cannot_score_are_refused(params):
 def test_rollback_needs_calibrated_moments():
     with pytest.raises(ValueError, match="query_mean"):
         expected_attention(rollback=2)
+
+
+def test_a_rotation_of_the_last_dimensions_is_that_of_the_first_in_another_order():
+    rope, kept = RopeSpec(dims=4, base=50.0), []
+    keys, values, queries = (mx.random.normal((1, 2, 60, 8), key=mx.random.key(i)) for i in range(3))
+    for spec, shift in ((rope, 0), (dataclasses.replace(rope, first=4), 4)):
+        method = expected_attention(budget=20, n_sink=2, future=64, rope=spec)
+        moved = [mx.roll(rows, shift, axis=-1) for rows in (keys, queries)]
+        state, _ = method.update(method.init(1, 2, 8), moved[0], values, queries=moved[1])
+        kept.append(np.array(kept_positions(state)).tolist())
+    assert kept[0] == kept[1]
