@@ -10,6 +10,7 @@ import numpy as np
 
 from velox_cache.caches.digest import digest
 from velox_cache.caches.sequences import Sequences
+from velox_cache.caches.span_checks import with_places
 from velox_cache.caches.state_checks import check_header, check_leaves, check_rows, require
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.records import arrays, statics, with_arrays, with_statics
@@ -136,6 +137,7 @@ def _record(method: Eviction, header: dict[str, Any], leaves: Sequence[mx.array]
     keys, values = leaves[:2]
     batch, n_kv_heads, _, head_dim = keys.shape
     empty = method.init(batch, n_kv_heads, head_dim, values.shape[-1], keys.dtype)
+    empty = with_places(empty, leaves, len(arrays(empty)))
     check_leaves(leaves, empty, fields)
     here = {**fields, "store": {**fields["store"], "metal": empty.store.metal}}  # the machine may be another one
     return with_statics(with_arrays(empty, list(leaves)), here)

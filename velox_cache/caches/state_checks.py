@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from velox_cache.caches.sequences import Sequences
+from velox_cache.caches.span_checks import span_contradiction, spans_alike
 from velox_fn.engine import batch
 from velox_fn.engine.checks import FLOATS, MOST_TOKENS
 from velox_fn.engine.eviction import Eviction
@@ -55,12 +56,16 @@ def check_leaves(leaves: Sequence[mx.array], empty: Any, fields: Mapping[str, An
         isinstance(rows[name], bool) for name in ("ordered", "metal")
     )
     require(counts, f"its header has rows={rows}")
+    require(spans_alike(rows, here), f"its header has span={rows['span']}, its method {here['span']}")
     require(rows["warm_up"] in (0, here["warm_up"]), f"its header has warm_up={rows['warm_up']}")
     begun = arrays(empty)
     require(len(leaves) == len(begun), f"it has {len(leaves)} arrays where its method has {len(begun)}")
-    n_rows, row_arrays = leaves[0].shape[2], len(arrays(empty.store)) - 1  # all but the offset
+    n_rows, row_arrays = leaves[0].shape[2], 3  # keys, values and ranks
+    ranked = n_rows if rows["span"] is None else rows["span"]["settled"]
     for i, (leaf, like) in enumerate(zip(leaves, begun, strict=True)):
-        shape = (*like.shape[:2], n_rows, *like.shape[3:]) if i < row_arrays else like.shape
+        shape = like.shape
+        if i < row_arrays:
+            shape = (*like.shape[:2], ranked if i == 2 else n_rows, *like.shape[3:])
         dtypes = FLOATS if i < 2 else (like.dtype,)  # values may have another than keys
         given = f"{leaf.dtype} {tuple(leaf.shape)}"
         require(
@@ -83,6 +88,10 @@ def check_rows(rows: Sequences, method: Eviction, true_queries: bool, can_take_b
     seen = [int(offset) for offset in np.array(store.offset)]
     require(list(rows.offset_per_row) == seen, f"its header has offsets={list(rows.offsets)}, its arrays {seen}")
     require(store.seen_by_all == min(seen), f"its header has seen_by_all={store.seen_by_all}, its arrays {seen}")
+    if store.span is not None:
+        contradiction = span_contradiction(store, seen)
+        require(contradiction is None, str(contradiction))
+        return
     room = min(store.keys.shape[2], store.limit + 1)
     require(store.filled <= room, f"its header has filled={store.filled} where there is room for {room} rows")
     require(store.unscored <= store.filled, f"its header has unscored={store.unscored} of {store.filled} rows")

@@ -1,6 +1,7 @@
 """Models whose caches evict at intervals: what they say is a function of the tokens, however these come in calls."""
 
 import copy
+import json
 import pickle
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -16,6 +17,7 @@ from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import velox_cache as vc
+from velox_cache.caches.digest import digest
 from velox_fn import METHODS, kept_positions
 
 INTERVAL, BUDGET = 16, 40
@@ -174,3 +176,26 @@ def test_a_copy_of_the_model_evicts_alike(tiny_model: Tiny) -> None:
     logits, others = read(copy.deepcopy(model), [50, 40])
     assert mx.abs(logits - expected).max().item() < 1e-4
     assert_same_rows(others, caches)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kept", [39]),
+        ("kept", [41]),
+        ("since", [9]),
+        ("seen", [91]),
+        ("settled", 39),
+        ("ragged", True),
+        ("interval", 8),
+    ],
+)
+def test_a_state_whose_counts_contradict_its_rows_is_refused(name: str, value: Any, tiny_model: Tiny) -> None:
+    _, caches = read(installed(tiny_model, "l2norm"), [90])
+    packed = list(caches[0].state)
+    header = json.loads(packed[0])
+    header["record"]["store"]["span"][name] = value
+    packed[0] = json.dumps(header)
+    packed[-1] = digest(packed[0], packed[1:-1])
+    with pytest.raises(ValueError, match="contradicts itself"):
+        vc.EvictingKVCache.from_state(packed)
