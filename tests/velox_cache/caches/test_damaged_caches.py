@@ -69,7 +69,7 @@ def test_the_digest_is_the_weighted_sum_of_the_words() -> None:
         for shape in ((3, 5, 7), (2, 4), (0, 3)):
             array = mx.array(np.random.default_rng(2).integers(-100, 100, shape)).astype(dtype)
             raw = np.array(mx.flatten(array).view(mx.uint8)).tobytes() if array.size else b""
-            words = np.frombuffer(raw, np.uint32 if len(raw) % 4 == 0 else np.uint8).tolist()
+            words = np.frombuffer(raw, np.uint32 if shape[-1] * dtype.size % 4 == 0 else np.uint8).tolist()
             expected = sum((2 * i + 1) * word for i, word in enumerate(words)) % 2**64
             assert digest("", [array]).tolist()[1] == expected
 
