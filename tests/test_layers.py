@@ -100,3 +100,78 @@ def test_the_core_has_no_global_state_that_changes(path):
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         names = {target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)}
         assert names <= {"__all__"} or not isinstance(value, ast.List | ast.Dict | ast.Set)
+
+
+# Which room imports which, from the ground up: a room imports those above it in this list, no other.
+ROOMS = {
+    "velox_fn.engine": set(),
+    "velox_fn.directions": {"velox_fn.engine"},
+    "velox_fn.methods": {"velox_fn.engine", "velox_fn.directions"},
+    "file_checks": set(),
+    "distributed": set(),
+    "models": set(),
+    "introspection": set(),
+    "caches": {"file_checks"},
+    "doctor": set(),
+    "calibration": {"file_checks", "distributed", "introspection"},
+    "installation": {"caches", "introspection", "calibration"},
+    "architectures": {"introspection", "installation"},
+    "compat": {"caches", "introspection", "calibration", "installation"},
+    "harness": {"file_checks", "caches", "introspection", "calibration", "installation"},
+    "learning": {"file_checks", "calibration", "harness"},
+    "evaluation": {"distributed", "caches", "introspection", "calibration", "installation", "harness"},
+    "bench": {"file_checks", "caches", "introspection", "calibration", "installation"},
+    "serve": {"installation", "introspection", "caches"},
+}
+ANYTHING = {"cli", "__main__", "__init__"}
+
+
+def modules_imported(path):
+    """Dotted names of our own modules that a module imports, also inside functions."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            for name in node.names:
+                yield f"{node.module}.{name.name}"
+                yield str(node.module)
+
+
+def room_of(dotted):
+    package, *rest = dotted.split(".")
+    if package == "velox_cache":
+        return rest[0] if rest else "__init__"
+    folders = {"engine", "directions", "methods"}
+    return f"velox_fn.{rest[0]}" if package == "velox_fn" and rest and rest[0] in folders else None
+
+
+def dotted(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+@pytest.mark.parametrize("path", CORE + SHELL, ids=by_name)
+def test_a_room_imports_only_rooms_below_it(path):
+    room = room_of(dotted(path))
+    if room is None or room in ANYTHING:
+        return
+    rooms = {room_of(name) for name in modules_imported(path) if name.split(".")[0] in ("velox_fn", "velox_cache")}
+    mine = "velox_fn." if room.startswith("velox_fn.") else ""
+    found = {
+        other for other in rooms - {None, room, "__init__"} if other.startswith(mine) and ("." in other) == bool(mine)
+    }
+    assert found <= ROOMS[room]
+
+
+def test_the_list_of_rooms_has_no_circle():
+    seen = set()
+    for room, below in ROOMS.items():
+        assert below <= seen, room
+        seen.add(room)
+
+
+def test_no_two_modules_import_each_other_in_a_circle():
+    paths = {dotted(path).removesuffix(".__init__"): path for path in CORE + SHELL}
+    imports_of = {name: {other for other in modules_imported(path) if other in paths} for name, path in paths.items()}
+    left = dict(imports_of)
+    while ready := [name for name, others in left.items() if not (others - {name}) & left.keys()]:
+        for name in ready:
+            del left[name]
+    assert not left

@@ -9,6 +9,7 @@ from mlx_lm.models import qwen2
 from small_models import CONFIG, some_filters
 
 from velox_cache.installation.layer_arguments import POOLS_HEADS, layer_arguments
+from velox_cache.installation.own_part import part_of_budgets, part_of_calibration
 from velox_cache.introspection.shard import ModelShard, model_shard
 from velox_fn import kept_positions
 from velox_fn.registry import METHODS, method_factory
@@ -108,13 +109,13 @@ def test_a_stage_is_seen_in_another_packages_pipeline_too():
 def test_a_calibration_of_too_few_layers_for_a_stage_is_refused(first, n_layers):
     shard = ModelShard(group=TwoRanks(), first_layer=first, pipelined=True)
     with pytest.raises(ValueError, match="covers 3 layers, but the model has 4 or more"):
-        shard.calibration(some_filters(), n_layers)
+        part_of_calibration(shard, some_filters(), n_layers)
 
 
 def test_a_stage_of_a_pipeline_gets_the_filters_and_budgets_of_its_own_layers():
     shard = ModelShard(group=object(), first_layer=1, pipelined=True)
     whole = some_filters()
-    for found, expected in zip(shard.calibration(whole, 2).filters, whole.filters[1:], strict=True):
+    for found, expected in zip(part_of_calibration(shard, whole, 2).filters, whole.filters[1:], strict=True):
         np.testing.assert_array_equal(found, expected)
-    assert list(shard.budgets([12, 14, 16], 2)) == [14, 16]
-    assert [shard.budgets(lambda layer: 10 * layer, 2)(layer) for layer in range(2)] == [10, 20]
+    assert list(part_of_budgets(shard, [12, 14, 16], 2)) == [14, 16]
+    assert [part_of_budgets(shard, lambda layer: 10 * layer, 2)(layer) for layer in range(2)] == [10, 20]

@@ -8,6 +8,7 @@ from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.calibration.artifact import QFiltersCalibration
 from velox_cache.compat.config import KVCacheConfig
 from velox_cache.installation.layer_arguments import layer_arguments
+from velox_cache.installation.own_part import part_of_calibration
 from velox_cache.introspection.plan import check_filter_layout, key_layout, make_caches, plan_layers
 from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import ModelShard, model_shard
@@ -29,7 +30,7 @@ class KVCacheBuilder:
         plan = plan_layers(model)
         shard = model_shard(model)
         ropes = ModelRopes(model)
-        own = None if calibration is None else shard.calibration(calibration, len(plan))
+        own = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
         methods = {
             entry.layer: _layer_method(model, config, own, entry.layer, shard, ropes) for entry in plan if entry.bounded
         }

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from velox_cache.calibration.artifact import QFiltersCalibration
-from velox_cache.calibration.fusion_choice import without_weights
+from velox_cache.calibration.fusion_weights import without_weights
 from velox_cache.installation.installing import install, uninstall
 from velox_cache.installation.layer_arguments import calibration_for
 from velox_fn.registry import method_factory

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
 from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters
-from velox_cache.calibration.fusion_choice import recent_share
+from velox_cache.calibration.fusion_weights import recent_share
 from velox_cache.installation.layer_arguments import CALIBRATED, PLACE, layer_arguments
 from velox_cache.installation.layer_budgets import (
     Budgets,
@@ -24,6 +24,7 @@ from velox_cache.installation.layer_budgets import (
     layer_budgets,
     takes_own_masks,
 )
+from velox_cache.installation.own_part import part_of_budgets, part_of_calibration
 from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.introspection.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
@@ -155,14 +156,14 @@ def install(
         return InstallReport(method, settings, plan)
     own_budgets = None
     if callable(budget) or (isinstance(budget, Sequence) and not isinstance(budget, str)):
-        own_budgets = layer_budgets(model, plan, shard.budgets(budget, len(plan)))
+        own_budgets = layer_budgets(model, plan, part_of_budgets(shard, budget, len(plan)))
     calibration = load_qfilters(filters) if isinstance(filters, str | os.PathLike) else filters
     if calibration is not None and not isinstance(calibration, QFiltersCalibration):
         raise ValueError(
             f"filters must be a calibration or the path of one, got {type(filters).__name__}; wrap arrays [H,D], one "
             "per layer, in QFiltersCalibration(arrays)"
         )
-    calibration = None if calibration is None else shard.calibration(calibration, len(plan))
+    calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
     share = recent_share(factory, settings, calibration)
     methods, ropes = {}, ModelRopes(model)
     for layer in (entry.layer for entry in plan if entry.bounded):

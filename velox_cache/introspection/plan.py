@@ -7,7 +7,6 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.cache_kinds import class_name, is_list, is_plain, parts, with_parts
 from velox_cache.introspection.masks_asked_for import masks_asked_for
 from velox_fn.engine.eviction import Eviction
@@ -43,7 +42,7 @@ def plan_layers(model: nn.Module) -> tuple[LayerPlan, ...]:
     return tuple(_plan(layer, cache, refusal) for layer, cache in enumerate(caches))
 
 
-def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callable[[int], EvictingKVCache]) -> list[Any]:
+def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callable[[int], Any]) -> list[Any]:
     """Fresh caches for one sequence: evicting ones where the plan says so, the model's own elsewhere."""
     own = plain_caches(model)
 

@@ -6,14 +6,11 @@ caches what its own heads and layers produce, and needs the same part of whateve
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-
-from velox_cache.calibration.artifact import QFiltersCalibration
-from velox_cache.installation.layer_budgets import Budgets
 
 _MAKES_KEYS = ("k_proj", "kv_b_proj")
 _SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
@@ -55,36 +52,6 @@ class ModelShard:
         if n_local == 1 and 0 < (declared := _declared_kv_heads(model)) < self.head_parts:
             return declared  # too few to share out, so mlx_lm repeated them
         return n_local * self.head_parts
-
-    def calibration(self, whole: QFiltersCalibration, n_layers: int) -> QFiltersCalibration:
-        """What of a whole model's calibration belongs to this rank's `n_layers` layers and their heads.
-
-        Raises ValueError when the calibration has another number of layers than the model, or too few for this rank's.
-        """
-        covered, needed = len(whole.filters), self.first_layer + n_layers
-        if covered < needed or (covered > needed and not self.pipelined):  # a rank cannot tell how many follow its own
-            raise ValueError(
-                f"the calibration covers {covered} layers, but the model has {needed}{' or more' * self.pipelined}; it "
-                "was made for another model: calibrate this one"
-            )
-        if self.group is None:
-            return whole
-        layers = slice(self.first_layer, self.first_layer + n_layers)
-        return replace(
-            whole,
-            filters=[None if layer is None else self._own(layer) for layer in whole.filters[layers]],
-            layer_layout=whole.layer_layout[layers],
-            statistics=[None if layer is None else layer.mapped(self._own) for layer in whole.statistics[layers]],
-        )
-
-    def budgets(self, whole: Budgets, n_layers: int) -> Budgets:
-        """Budgets of this rank's `n_layers` layers, from those of the whole model."""
-        if callable(whole):
-            return lambda layer: whole(layer + self.first_layer)
-        return whole[self.first_layer :][:n_layers] if self.pipelined else whole
-
-    def _own(self, by_head: mx.array) -> mx.array:
-        return by_head[self.heads(by_head.shape[0])]
 
 
 WHOLE = ModelShard()

@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 
 from velox_cache.calibration.artifact import QFiltersCalibration
-from velox_cache.calibration.fusion_choice import RECENT_SHARE, FusionChoice, with_weights
+from velox_cache.calibration.fusion_choice import FusionChoice
+from velox_cache.calibration.fusion_weights import RECENT_SHARE, with_weights
 
 LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 """The weights that a term may have."""

@@ -22,7 +22,8 @@ import numpy as np
 
 from velox_cache.calibration.artifact import QFiltersCalibration
 from velox_cache.calibration.calibrating import Tokenizer
-from velox_cache.calibration.fusion_choice import RECENT_SHARE, FusionChoice, without_weights
+from velox_cache.calibration.fusion_choice import FusionChoice
+from velox_cache.calibration.fusion_weights import RECENT_SHARE, without_weights
 from velox_cache.file_checks import check_folder_of
 from velox_cache.harness.arms import Arm, cache_maker
 from velox_cache.harness.fidelity import token_fidelity

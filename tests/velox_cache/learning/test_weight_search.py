@@ -8,7 +8,8 @@ import pytest
 from calibrated import random_calibration
 
 from velox_cache import install, load_qfilters, save_qfilters
-from velox_cache.calibration.fusion_choice import FusionChoice, with_weights, without_weights
+from velox_cache.calibration.fusion_choice import FusionChoice
+from velox_cache.calibration.fusion_weights import with_weights, without_weights
 from velox_cache.harness.arms import cache_maker, parse_arm
 from velox_cache.learning import weight_search
 from velox_cache.learning.fusion_candidate import LEVELS, SHARES, Candidate, changed, equal_weights, moved
