@@ -241,11 +241,15 @@ class EvictingKVCache:
 
         mlx_lm asks a fresh cache before speculative decoding: only a rollback keeps the promise that a yes would be.
         """
-        if self.interval > 1:
-            return self._snapshots.most > 0 or self._rows.record is not None
-        if not self._method.static or self._rollback > 0:
+        if self.interval > 1 and self._snapshots.most > 0:
+            return True
+        if self.interval == 1 and (not self._method.static or self._rollback > 0):
             return self._method.static
-        return self._rows.record is not None and not self._has_evicted
+        if self._rows.record is None or self._has_evicted:
+            return False
+        # Scores that queries have changed cannot be had again from before a boundary.
+        span = self._rows.store.span
+        return span is None or span.settled == 0 or (self._method.static and not span.ragged)
 
     def trim(self, n: int) -> int:
         """Take back the last n tokens; how many were. 0, with nothing changed, when that cannot be exact.
@@ -253,11 +257,11 @@ class EvictingKVCache:
         Raises ValueError beyond what a rollback cache keeps aside, and when n is negative.
         """
         n = checks.whole_number("n", n, 0)
-        if not self.is_trimmable() or self._rows.record is None:
+        if self._rows.record is None or (self.interval == 1 and not self.is_trimmable()):
             return 0
         n = min(n, min(self._rows.offsets))
         if self.interval > 1:
-            self._rows, self._snapshots = self._snapshots.back(self._rows, n)
+            self._rows, self._snapshots = self._snapshots.back(self._rows, n, static=self._method.static)
             self._view = None
             return n
         if self._has_evicted:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from velox_cache.caches.sequences import Sequences, trimmed
+from velox_fn.engine.slots import settled_back
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,14 +24,17 @@ class Snapshots:
             return self
         return replace(self, states=(*self.states, rows)[-self.most :])
 
-    def back(self, rows: Sequences, n_tokens: int) -> tuple[Sequences, "Snapshots"]:
-        """`rows` as they were `n_tokens` tokens ago, and the snapshots that are older.
+    def back(self, rows: Sequences, n_tokens: int, *, static: bool) -> tuple[Sequences, "Snapshots"]:
+        """`rows` as they were `n_tokens` tokens ago, and the snapshots that are older. `static`: scores are frozen.
 
         Raises ValueError where that is beyond the last boundary and no snapshot reaches there.
         """
         span = rows.store.span
         if span is None or n_tokens <= min(span.since):
             return trimmed(rows, n_tokens), self
+        if static and not span.ragged and min(span.kept) + min(span.since) == max(span.seen):  # every token is there
+            offsets = tuple(offset - n_tokens for offset in rows.offsets)
+            return replace(rows, offsets=offsets).with_store(settled_back(rows.store, n_tokens)), self
         target = [offset - n_tokens for offset in rows.offset_per_row]
         for i, state in reversed(list(enumerate(self.states))):
             surplus = [seen - wanted for seen, wanted in zip(state.offset_per_row, target, strict=True)]

@@ -166,6 +166,31 @@ def taken_back(store: Store, n_tokens: int) -> Store:
     return replaced(store, keys=mx.where(erased, 0, store.keys), values=mx.where(erased, 0, store.values))
 
 
+def settled_back(store: Store, n_tokens: int) -> Store:
+    """`store`, in lockstep and with every token there, as it was any number of tokens ago.
+
+    Rows that have settled since then wait for their ranks again: right for scores that are frozen, and for no others.
+    """
+    span, seen = span_of(store), store.seen_by_all - n_tokens
+    since = seen % span.interval or min(seen, span.interval)  # a boundary cuts when the next token comes
+    n_sequences, settled = len(span.seen), seen - since
+    after = replaced(
+        span,
+        settled=settled,
+        kept=(settled,) * n_sequences,
+        since=(since,) * n_sequences,
+        seen=(seen,) * n_sequences,
+    )
+    return replaced(
+        store,
+        ranks=store.ranks[:, :, :settled],
+        offset=mx.array(after.seen, mx.int32),
+        filled=seen,
+        seen_by_all=seen,
+        span=after,
+    )
+
+
 def all_rows(store: Store) -> Rows:
     """Every row: real ones first in temporal order, padding last. Tokens since the boundary have score 0."""
     span, positions = span_of(store), column_positions(store)

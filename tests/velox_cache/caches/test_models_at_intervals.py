@@ -114,10 +114,31 @@ def test_trim_is_exact_since_the_boundary_and_beyond_it_with_a_snapshot(method: 
 
 
 def test_trim_beyond_what_is_kept_is_refused(tiny_model: Tiny) -> None:
-    _, caches = read(installed(tiny_model, "l2norm"), [90])
+    model = installed(tiny_model, "l2norm")
+    _, caches = read(model, [90])
+    assert trim_prompt_cache(caches, 1) == 0  # who asks whether any number can be taken back is told no
     with pytest.raises(ValueError, match="install with more snapshots"):
-        trim_prompt_cache(caches, 12)
+        caches[0].trim(12)
     assert [cache.offset for cache in caches] == [90] * len(caches)
+    assert [cache.trim(10) for cache in caches] == [10] * len(caches)
+    logits, _ = read(model, [20], caches, 80)
+    expected, _ = read(model, [80, 20])
+    assert mx.abs(logits - expected[:, 80:]).max().item() < 1e-4
+
+
+@every_method
+def test_within_budget_any_number_can_be_taken_back(method: str, tiny_model: Tiny) -> None:
+    model = installed(tiny_model, method)
+    for seen, back in ((14, 9), (30, 14), (30, 17), (37, 21), (32, 32), (32, 16)):
+        _, caches = read(model, [seen])
+        trimmable = caches[0].is_trimmable()
+        assert trimmable == (caches[0].method.static or seen <= INTERVAL)
+        assert trim_prompt_cache(caches, back) == back * trimmable
+        if trimmable:
+            logits, caches = read(model, [60], caches, seen - back)
+            expected, others = read(model, [seen - back + 60])
+            assert mx.abs(logits - expected[:, seen - back :]).max().item() < 1e-4
+            assert_same_rows(caches, others)
 
 
 @every_method
