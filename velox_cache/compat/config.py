@@ -1,4 +1,4 @@
-"""Settings of the cache in one flat record, under the names that users of the seeds know."""
+"""Settings of the cache in one flat record, under the names of the project's two documents."""
 
 from dataclasses import dataclass, fields
 from typing import Any

@@ -1,4 +1,4 @@
-"""The adapter under the name that users of the seeds know."""
+"""The adapter under the name that the project's documents give it."""
 
 import mlx.core as mx
 

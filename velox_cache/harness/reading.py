@@ -33,7 +33,7 @@ def read_passage(
 
     The caches are those that mlx_lm would make: evicting ones when they are installed on the model. The context goes in
     as mlx_lm's prefill does it, in blocks of `prefill_step_size`. The passage goes in in blocks of `block_size`: 1 is
-    decoding; a larger block is faster and kinder, since its tokens see one another and what was kept before it.
+    decoding. A larger block is faster. Its tokens see one another and all that was kept before it, so less is lost.
     `advance` is called with the tokens done.
 
     Holds N x V float32 numbers. Raises ValueError unless 1 <= n_context < len(tokens).

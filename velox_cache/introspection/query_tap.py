@@ -24,7 +24,7 @@ from velox_cache.introspection.cache_kinds import is_list
 ATTENTION = "scaled_dot_product_attention"
 
 # Guards, between threads, which taps a wrapper serves; attention calls read that without a lock. A thread that holds it
-# may come back to it: the collector drops a model, and with it that model's tap, whenever it likes.
+# may come back to it: the collector drops a model, and with it that model's tap, at any moment.
 _installing = threading.RLock()
 
 

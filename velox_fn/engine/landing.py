@@ -120,7 +120,7 @@ def append_unscored(store: Store, key: mx.array, value: mx.array) -> tuple[Store
         store,
         keys=keys,
         values=values,
-        offset=mx.array([filled] * key.shape[0], mx.int32),  # known here: a constant, where a sum is a kernel
+        offset=mx.array([filled] * key.shape[0], mx.int32),  # a constant: adding to the old offset would be a kernel
         filled=filled,
         seen_by_all=store.seen_by_all + 1,
         unscored=store.unscored + 1,

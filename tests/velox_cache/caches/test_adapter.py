@@ -44,7 +44,6 @@ def test_an_offset_that_was_read_does_not_change():
 
 
 def test_size_counts_rows_and_tokens_seen_counts_tokens():
-    # field case 25
     one = fed(cache(), [30, *[1] * 10])
     assert (one.size(), one.tokens_seen, one.tokens_kept) == (16, 40, 16)
 
@@ -95,7 +94,6 @@ def test_there_is_no_view_before_the_first_call():
 
 
 def test_state_can_be_read_during_prefill_and_changes_nothing():
-    # field case 5
     read, unread = cache(), cache()
     for i, n_tokens in enumerate([20, 20, 1, 1]):
         mx.eval(read.state)
@@ -113,7 +111,6 @@ def test_state_is_a_flat_tuple_of_one_string_and_arrays():
 
 
 def test_a_state_of_another_method_is_refused():
-    # field case 10
     with pytest.raises(ValueError, match="use from_state"):
         cache(budget=17).state = fed(cache(), [30]).state
 

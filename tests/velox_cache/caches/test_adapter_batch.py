@@ -105,7 +105,7 @@ def test_a_ragged_batch_keeps_what_its_rows_would_keep_alone(settings, lengths):
 
 @every_method
 def test_caches_at_different_fill_levels_merge_and_go_on_as_alone(settings):
-    # field case 14: 5 rows, and far over budget with a landing row
+    # 5 rows, and far over budget with a landing row
     sequences = [drawn(120, seed) for seed in range(3)]
     caches, fresh = [], []
     for group in (caches, fresh):
@@ -169,7 +169,6 @@ def test_a_row_that_has_seen_nothing_extracts_as_an_empty_cache():
 
 
 def test_settings_and_filters_survive_merge_and_extract():
-    # field case 15
     one = EvictingKVCache(method({"filters": FILTERS, "recent": 7}))
     attend(one, *drawn(40, 0))
     again = EvictingKVCache.merge([one, one]).extract(1)
@@ -196,7 +195,6 @@ def test_a_padded_prefill_ends_the_warm_up_once_every_row_has_its_filter():
 
 
 def test_a_bfloat16_batch_that_an_empty_cache_joins_stays_bfloat16():
-    # field case 16
     one = EvictingKVCache(method({"filters": FILTERS}))
     one.update_and_fetch(*(mx.array(part).astype(mx.bfloat16) for part in drawn(5, 0)[:2]))
     batch = EvictingKVCache.merge([one])

@@ -28,7 +28,7 @@ def evicting(model, method):
 
 @pytest.mark.parametrize("method", ["qfilters", "h2o"])
 def test_first_block_logits_equal_the_uncompressed_caches_exactly(smollm2, method):
-    # field case 2, and that no method is an exception (case 3)
+    # for every method
     model, _ = smollm2
     (expected,) = logits(model, [KVCache() for _ in model.layers], [40])
     (found,) = logits(model, evicting(model, method_factory(method)(budget=40 - 3, n_sink=2)), [40])

@@ -113,7 +113,6 @@ def test_trim_of_0_tokens_changes_nothing():
 
 
 def test_trim_before_the_first_eviction_is_exact():
-    # field case 13
     one, plain = cache(), cache()
     feed(one, range(12))
     assert one.is_trimmable()
@@ -140,7 +139,6 @@ def test_trim_takes_back_no_more_tokens_than_there_are():
 
 @pytest.mark.parametrize("calls", [[40], [12, 1], [12, 1, 1]], ids=str)
 def test_trim_after_eviction_without_rollback_returns_0(calls):
-    # field case 13
     one = cache()
     for n_tokens in calls:
         feed(one, range(one.offset, one.offset + n_tokens))

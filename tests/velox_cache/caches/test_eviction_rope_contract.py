@@ -23,7 +23,7 @@ def first_layer_keys(model, tokens):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("calls", [[60], [25, 25, *[1] * 10], [1] * 60], ids=["block", "mixed", "one by one"])
 def test_kept_keys_are_rotated_by_their_true_positions(tiny_model, method, calls):
-    # field case 1, in a model: for every method
+    # for every method
     model = tiny_model()
     caches = [
         EvictingKVCache(method_factory(method)(budget=40, n_sink=2, **needed_arrays(method))) for _ in model.layers

@@ -54,7 +54,7 @@ def test_one_token_over_budget_sees_the_row_that_it_lands_on():
 
 
 def test_no_query_is_left_without_a_row_to_see():
-    # field case 21: a softmax over nothing is NaN
+    # a softmax over nothing is NaN
     for valid in ([0, 0], [0, 3]):
         assert np.array(ragged_mask(None, 3, mx.array(valid, mx.int32))).any(-1).all()
 

@@ -20,7 +20,6 @@ def test_one_cache_per_layer_with_the_settings_of_the_config(tiny_model):
 
 
 def test_caches_are_fresh_at_each_call(tiny_model):
-    # field case 30
     model, config = tiny_model(), KVCacheConfig(qfilters_budget=16)
     first, second = (KVCacheBuilder.for_model(model, config) for _ in range(2))
     model(mx.array([[1, 2, 3]]), cache=first)

@@ -67,7 +67,6 @@ def test_filters_can_be_given_by_the_path_of_their_file(tiny_model, tmp_path):
 
 
 def test_each_prompt_gets_fresh_caches(tiny_model):
-    # field cases 23, 30
     model = tiny_model()
     install(model, "qfilters", budget=16, filters=calibration())
     first = generated(model, PROMPT)
@@ -83,7 +82,6 @@ def test_a_budget_as_long_as_the_text_changes_nothing(tiny_model):
 
 
 def test_only_full_attention_layers_are_bounded_and_the_report_says_so(tiny_model):
-    # field case 11
     model = tiny_model("gemma3_text", num_hidden_layers=4)
     report = install(model, "qfilters", budget=16, calib_tokens=4)
     caches = model.make_cache()
@@ -94,7 +92,6 @@ def test_only_full_attention_layers_are_bounded_and_the_report_says_so(tiny_mode
 
 
 def test_the_report_says_things_once_and_not_per_layer(tiny_model):
-    # field case 29
     model = tiny_model("gemma3_text", num_hidden_layers=8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -60,7 +60,6 @@ def test_victim_is_the_row_that_survivors_leave_out(choice):
 
 
 def test_among_equal_scores_the_highest_position_loses():
-    # field case 20
     assert sorted(kept(ranked([7.0] * 5, [3, 0, 4, 1, 2]), 5, 3)) == [0, 1, 2]
 
 
@@ -83,7 +82,6 @@ def test_scores_one_ulp_apart_are_told_apart():
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["score", "key", "value"])
 def test_a_row_that_is_not_finite_loses_to_every_finite_score(bad, where):
-    # field case 19
     scores, keys, values = np.full((1, 1, 3), -3e38, np.float32), np.ones((1, 1, 3, 4)), np.ones((1, 1, 3, 2))
     {"score": scores, "key": keys, "value": values}[where][0, 0, 0] = bad
     positions = mx.array([[[0, 1, 2]]], mx.int32)

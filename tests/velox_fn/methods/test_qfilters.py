@@ -86,7 +86,7 @@ def test_sinks_and_recent_window_survive():
 
 
 def test_recent_0_lets_the_newest_row_go():
-    # field case 8: the documented rule for recent = 0; the newest row is dead only once its own query has seen it
+    # the documented rule for recent = 0; the newest row is dead only once its own query has seen it
     keys = mx.broadcast_to(-mx.arange(30.0)[:, None], (1, H, 30, D))
     values = mx.zeros((1, H, 30, D_V))
     direction = mx.ones((H, D))
@@ -95,7 +95,6 @@ def test_recent_0_lets_the_newest_row_go():
 
 
 def test_recent_1_keeps_the_newest_row_though_it_scores_lowest():
-    # field case 8
     keys = mx.broadcast_to(-mx.arange(30.0)[:, None], (1, H, 30, D))
     values = mx.zeros((1, H, 30, D_V))
     state = fed(qfilters(budget=8, n_sink=0, recent=1, filters=mx.ones((H, D))), keys, values, [1] * 30)
@@ -178,7 +177,7 @@ def test_fallback_filter_is_that_of_the_first_keys():
 
 
 def test_fallback_survives_keys_without_a_direction():
-    # field case 19: equal keys, and keys that are not finite, leave the SVD nothing
+    # equal keys, and keys that are not finite, leave the SVD nothing
     for fill in (1.0, np.nan, np.inf):
         keys, values = mx.full((1, H, 60, D), fill), mx.ones((1, H, 60, D_V))
         state = fed(qfilters(budget=20, calib_tokens=30), keys, values, [25, 35])
