@@ -40,7 +40,7 @@ def streaming_llm(
     embedding (install reads it). Raises ValueError on counts that cannot work, or when `rope` is missing.
     """
     spec = renumbering(renumber, rope)
-    plain = static_eviction("streaming_llm", _recency, budget=budget, n_sink=n_sink, recent=0, rollback=rollback)
+    plain = static_eviction("streaming_llm", _recency, budget=budget, n_sink=n_sink, rollback=rollback)
 
     def update(
         state: StaticState,
@@ -57,8 +57,7 @@ def streaming_llm(
             view = gap_free_view(state.store, after.store, view, keys.shape[2], valid, spec)
         return after, view
 
-    settings = {name: value for name, value in plain.settings.items() if name != "recent"}
-    settings |= {"renumber": renumber, "rope": None if spec is None else spec.plain()}
+    settings = {**plain.settings, "renumber": renumber, "rope": None if spec is None else spec.plain()}
     shown = None if spec is None else functools.partial(gap_free, rope=spec)
     return at_intervals(dataclasses.replace(plain, update=update, settings=settings, shown=shown), interval)
 
