@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 
 from velox_cache.caches.sequences import Sequences
+from velox_cache.known_methods import method_named
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.records import arrays, statics, with_arrays, with_statics
 from velox_fn.engine.store import Store
-from velox_fn.registry import method_factory
 
 FORMAT_VERSION = 1
 
@@ -82,7 +82,7 @@ def _method(header: dict[str, Any], packed: Sequence[Any]) -> Eviction:
     """The method that made a packed cache, with its settings and parameters."""
     names = header["params"]
     params = dict(zip(names, packed[1 : 1 + len(names)], strict=True))
-    method = method_factory(header["method"])(**header["settings"], **params)
+    method = method_named(header["method"]).make(**header["settings"], **params)
     if params_digest(method) != header["digest"]:
         raise ValueError("the parameters in this cache do not match its header: the file is damaged")
     return method

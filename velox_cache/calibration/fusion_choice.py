@@ -1,11 +1,12 @@
 """What a search over the weights of a fusion found, as a calibration carries it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from velox_fn.method import Method
 from velox_fn.methods.fusion import term_names
 
 if TYPE_CHECKING:
@@ -50,13 +51,10 @@ def without_weights(calibration: "QFiltersCalibration") -> "QFiltersCalibration"
     return replace(calibration, statistics=statistics, fusion=None)
 
 
-def recent_share(
-    factory: Callable[..., Any], settings: Mapping[str, Any], calibration: "QFiltersCalibration | None"
-) -> float:
+def recent_share(method: Method, settings: Mapping[str, Any], calibration: "QFiltersCalibration | None") -> float:
     """The share of the budget that is protected as recent unless `settings` say otherwise."""
-    defaults: Mapping[str, Any] = getattr(factory, "__kwdefaults__", None) or {}
-    if calibration is None or calibration.fusion is None or "combine" not in defaults or "terms" not in defaults:
+    if calibration is None or calibration.fusion is None or not method.fuses:
         return RECENT_SHARE
-    asked = {**defaults, **settings}
+    asked = {**method.defaults, **settings}
     is_searched = calibration.fusion.is_of(term_names(asked["terms"]), asked["combine"])
     return calibration.fusion.recent_share if is_searched else RECENT_SHARE
