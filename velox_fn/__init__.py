@@ -16,11 +16,12 @@ from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init
 from velox_fn.engine.eviction import Eviction, kept_bytes, kept_positions, kv
 from velox_fn.engine.fused_evict import fused_evict
 from velox_fn.engine.interval import at_intervals, interval_parts
-from velox_fn.engine.records import arrays, record, with_arrays
+from velox_fn.engine.records import arrays, record, replaced, with_arrays
 from velox_fn.engine.rope import RopeSpec, rope_remap_positions
 from velox_fn.engine.scorers import SCORERS, StaticScorer
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import StaticState, static_eviction
+from velox_fn.engine.store import Store, init_store
 from velox_fn.method import Method
 from velox_fn.methods.cur import cur
 from velox_fn.methods.curdkv import CurDKVState, curdkv, curdkv_init, curdkv_step, curdkv_update
@@ -49,6 +50,7 @@ __all__ = [
     "Scores",
     "StaticScorer",
     "StaticState",
+    "Store",
     "all_methods",
     "arrays",
     "at_intervals",
@@ -67,6 +69,7 @@ __all__ = [
     "fused_evict",
     "fusion",
     "h2o",
+    "init_store",
     "interval_parts",
     "kept_bytes",
     "kept_positions",
@@ -86,6 +89,7 @@ __all__ = [
     "random_eviction",
     "record",
     "register",
+    "replaced",
     "rescore",
     "rope_remap_positions",
     "snapkv",
