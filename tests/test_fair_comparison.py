@@ -5,8 +5,8 @@ import pytest
 from mlx_lm.models import llama
 
 from velox_cache import calibrate, install
-from velox_cache.installation.layer_arguments import NEED_CALIBRATION, takes_calibration
-from velox_fn import METHODS, kept_positions
+from velox_fn import kept_positions
+from velox_fn.registry import BUILT_IN
 
 BUDGET, PROMPT = 512, 1272
 
@@ -41,8 +41,8 @@ def calibration(model):
     )
 
 
-ARMS = [(method, {}) for method in METHODS if METHODS[method] not in NEED_CALIBRATION]
-ARMS += [(method, {"calibrated": True}) for method in METHODS if takes_calibration(METHODS[method])]
+ARMS = [(name, {}) for name, method in BUILT_IN.items() if not method.needs_calibration]
+ARMS += [(name, {"calibrated": True}) for name, method in BUILT_IN.items() if method.calibrated]
 ARMS += [(method, {"renumber": True}) for method in ("h2o", "streaming_llm")]
 
 

@@ -11,12 +11,18 @@ from velox_fn.directions.query_gram import (
     query_gram_moments,
     query_gram_update,
 )
+from velox_fn.engine.attention import Observed, attention_mass, observe_rows
+from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.engine.eviction import Eviction, kept_bytes, kept_positions, kv
 from velox_fn.engine.fused_evict import fused_evict
 from velox_fn.engine.interval import at_intervals, interval_parts
-from velox_fn.engine.records import arrays, with_arrays
+from velox_fn.engine.records import arrays, record, replaced, with_arrays
 from velox_fn.engine.rope import RopeSpec, rope_remap_positions
 from velox_fn.engine.scorers import SCORERS, StaticScorer
+from velox_fn.engine.select import Scores
+from velox_fn.engine.static import StaticState, static_eviction
+from velox_fn.engine.store import Store, init_store
+from velox_fn.method import Method
 from velox_fn.methods.cur import cur
 from velox_fn.methods.curdkv import CurDKVState, curdkv, curdkv_init, curdkv_step, curdkv_update
 from velox_fn.methods.expected_attention import expected_attention
@@ -29,18 +35,26 @@ from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
 from velox_fn.methods.streaming_llm import streaming_llm
 from velox_fn.methods.tova import tova
-from velox_fn.registry import METHODS
+from velox_fn.registry import METHODS, all_methods, register, unregister
 
 __all__ = [
     "METHODS",
     "SCORERS",
     "CurDKVState",
+    "DynamicState",
     "Eviction",
+    "Method",
+    "Observed",
     "QFiltersState",
     "RopeSpec",
+    "Scores",
     "StaticScorer",
+    "StaticState",
+    "Store",
+    "all_methods",
     "arrays",
     "at_intervals",
+    "attention_mass",
     "average_gqa_filters",
     "compute_qfilters",
     "cur",
@@ -48,11 +62,14 @@ __all__ = [
     "curdkv_init",
     "curdkv_step",
     "curdkv_update",
+    "dynamic_eviction",
+    "dynamic_init",
     "estimate_filter_dir",
     "expected_attention",
     "fused_evict",
     "fusion",
     "h2o",
+    "init_store",
     "interval_parts",
     "kept_bytes",
     "kept_positions",
@@ -60,6 +77,7 @@ __all__ = [
     "kv",
     "l2norm",
     "leverage_scores",
+    "observe_rows",
     "qfilters",
     "qfilters_init",
     "qfilters_update",
@@ -69,9 +87,15 @@ __all__ = [
     "query_gram_moments",
     "query_gram_update",
     "random_eviction",
+    "record",
+    "register",
+    "replaced",
+    "rescore",
     "rope_remap_positions",
     "snapkv",
+    "static_eviction",
     "streaming_llm",
     "tova",
+    "unregister",
     "with_arrays",
 ]

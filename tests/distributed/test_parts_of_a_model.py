@@ -8,11 +8,11 @@ from calibrated import needed_arrays
 from mlx_lm.models import qwen2
 from small_models import CONFIG, some_filters
 
-from velox_cache.installation.layer_arguments import POOLS_HEADS, layer_arguments
+from velox_cache.installation.layer_arguments import layer_arguments
 from velox_cache.installation.own_part import part_of_budgets, part_of_calibration
 from velox_cache.introspection.shard import ModelShard, model_shard
 from velox_fn import kept_positions
-from velox_fn.registry import METHODS, method_factory
+from velox_fn.registry import BUILT_IN, method_factory
 
 H, D, S = 4, 8, 40
 
@@ -39,25 +39,28 @@ def kept(name, heads, **arguments):
     return np.array(kept_positions(state))[0]
 
 
+POOLS_HEADS = [name for name, method in BUILT_IN.items() if method.pools_heads]
+
+
 def halves(name):
-    first = {"first_head": H // 2} if "first_head" in (method_factory(name).__kwdefaults__ or {}) else {}
+    first = {"first_head": H // 2} if "first_head" in BUILT_IN[name].place else {}
     return np.concatenate([kept(name, slice(0, H // 2)), kept(name, slice(H // 2, H), **first)])
 
 
-@pytest.mark.parametrize("name", [name for name, factory in METHODS.items() if factory not in POOLS_HEADS])
+@pytest.mark.parametrize("name", [name for name, method in BUILT_IN.items() if not method.pools_heads])
 def test_heads_that_are_apart_keep_what_they_keep_together(name):
     np.testing.assert_array_equal(halves(name), kept(name, slice(0, H)))
 
 
-@pytest.mark.parametrize("name", [name for name, factory in METHODS.items() if factory in POOLS_HEADS])
+@pytest.mark.parametrize("name", POOLS_HEADS)
 def test_a_method_that_pools_heads_keeps_other_rows_of_heads_that_are_apart(name):
     assert (halves(name) != kept(name, slice(0, H))).any()
 
 
-@pytest.mark.parametrize("factory", POOLS_HEADS)
-def test_a_method_that_pools_heads_is_refused_where_they_are_apart(factory):
+@pytest.mark.parametrize("name", POOLS_HEADS)
+def test_a_method_that_pools_heads_is_refused_where_they_are_apart(name):
     with pytest.raises(ValueError, match="spread over 2 ranks"):
-        layer_arguments(factory, {}, None, 0, None, ModelShard(head_parts=2))
+        layer_arguments(BUILT_IN[name], {}, None, 0, None, ModelShard(head_parts=2))
 
 
 @pytest.mark.parametrize(("n_heads", "n_ranks"), [(8, 2), (3, 3), (12, 4), (5, 1)])

@@ -4,7 +4,6 @@ A method registered in velox_fn.registry.METHODS is tested by being registered: 
 arguments only.
 """
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from velox_fn import METHODS, Eviction, RopeSpec
+from velox_fn.registry import BUILT_IN
+from velox_fn.testing import LAYER
 
-H, H_Q, D, D_V = 2, 4, 8, 6
+H, H_Q, D, D_V = LAYER.n_kv_heads, LAYER.n_heads, LAYER.head_dim, LAYER.value_dim
 BUDGET, N_SINK = 16, 2
 
 _rng = np.random.default_rng(7)
@@ -80,10 +81,9 @@ class Case:
         return f"{self.method} {self.label}".strip()
 
     def make(self, **changes: Any) -> Eviction:
-        factory = METHODS[self.method]
+        method = BUILT_IN[self.method]
         common = {"budget": BUDGET, "n_sink": N_SINK} | self.arguments | changes
-        known = inspect.signature(factory).parameters
-        return factory(**{name: value for name, value in common.items() if name in known})
+        return method.make(**{name: value for name, value in common.items() if name in method.defaults})
 
     @property
     def warm_up(self) -> int:
@@ -100,29 +100,3 @@ CASES = [
 ]
 AS_STORED = [case for case in CASES if not case.arguments.get("renumber")]  # attention sees the rows themselves
 STATIC = [case for case in CASES if case.make().static]
-
-
-def block(n_tokens: int, seed: int = 0, batch: int = 1, dtype: mx.Dtype = mx.float32) -> tuple[mx.array, ...]:
-    """Random keys [B,H,S,D], values [B,H,S,D_v], queries [B,H_q,S,D]."""
-    rng = np.random.default_rng(seed)
-    shapes = ((batch, H, n_tokens, D), (batch, H, n_tokens, D_V), (batch, H_Q, n_tokens, D))
-    return tuple(mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype) for shape in shapes)
-
-
-def fed(method: Eviction, tokens: tuple[mx.array, ...], calls: list[int], *, proxy: bool = True) -> Any:
-    """The state after `tokens` in calls of these sizes; the keys stand in for queries unless told otherwise."""
-    keys, values, queries = tokens
-    state = method.init(keys.shape[0], H, D, D_V, keys.dtype)
-    start = 0
-    for n_tokens in calls:
-        part = slice(start, start + n_tokens)
-        state, _ = method.update(
-            state, keys[:, :, part], values[:, :, part], queries=None if proxy else queries[:, :, part]
-        )
-        start += n_tokens
-    return state
-
-
-def bits(array: mx.array) -> np.ndarray:
-    """The array's bytes, so that NaN equals NaN and nothing is rounded."""
-    return np.array(array.view(mx.uint8) if array.dtype != mx.bool_ else array)

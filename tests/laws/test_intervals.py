@@ -7,12 +7,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import BUDGET, CASES, D_V, Case, D, H, bits, block, fed
+from cases import BUDGET, CASES, D_V, Case, D, H
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from velox_fn import Eviction, arrays, at_intervals, interval_parts, kept_bytes, kept_positions, kv, with_arrays
 from velox_fn.engine.batch import merge, take, trim
+from velox_fn.testing import bits, block, fed
 
 INTERVAL, N_TOKENS = 5, 63
 WITHOUT_ROLLBACK = [case for case in CASES if not case.arguments.get("rollback")]

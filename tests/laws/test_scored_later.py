@@ -5,11 +5,12 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import BUDGET, STATIC, bits, block, fed
+from cases import BUDGET, STATIC
 
 from velox_cache import EvictingKVCache
 from velox_fn import arrays, kept_positions, kv
 from velox_fn.engine.store import used_rows
+from velox_fn.testing import bits, block, fed
 
 ROWS = BUDGET - 2
 PUTTING_OFF = [case for case in STATIC if not case.warm_up]

@@ -4,10 +4,9 @@ import mlx.core as mx
 
 from velox_cache.calibration.artifact import QFiltersCalibration
 from velox_cache.calibration.statistics import LayerStatistics
-from velox_cache.installation.layer_arguments import NEED_CALIBRATION
 from velox_fn import SCORERS
 from velox_fn.methods.fusion import TERMS, term_names
-from velox_fn.registry import method_factory
+from velox_fn.registry import method_named
 
 
 def random_calibration(n_layers=2, n_heads=2, head_dim=8):
@@ -35,12 +34,12 @@ def random_calibration(n_layers=2, n_heads=2, head_dim=8):
 
 def needed_calibration(method, n_layers=2, n_heads=2, head_dim=8):
     """What `install` must be given as filters: None for methods that work without."""
-    return random_calibration(n_layers, n_heads, head_dim) if method_factory(method) in NEED_CALIBRATION else None
+    return random_calibration(n_layers, n_heads, head_dim) if method_named(method).needs_calibration else None
 
 
 def needed_arrays(method, n_heads=2, head_dim=8):
     """What the factory must be given, by argument name."""
-    if method_factory(method) not in NEED_CALIBRATION:
+    if not method_named(method).needs_calibration:
         return {}
     calibration = random_calibration(1, n_heads, head_dim)
     [statistics] = calibration.statistics

@@ -1,7 +1,6 @@
 """The caches that are compared, and blocks of random rows for them."""
 
 import importlib
-import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from velox_cache.caches.evicting import EvictingKVCache
-from velox_fn import METHODS, Eviction
+from velox_cache.known_methods import known_methods, method_named
+from velox_fn import Eviction
 from velox_fn.methods.fusion import TERMS, term_names
-from velox_fn.registry import method_factory
 
 N_SINK = 4
 _TOKENS = 64  # that decode steps take in turn
@@ -59,15 +58,15 @@ def method(name: str, shape: Shape, budget: int, **settings: Any) -> Eviction:
     filters = mx.random.normal((n_heads, head_dim), key=mx.random.key(1))
     moments = mx.ones((n_heads, len(term_names(TERMS))))
     calibrated = {"filters": filters, "mean_keys": filters, "means": moments, "deviations": moments}
-    factory = method_factory(name)
-    known = inspect.signature(factory).parameters
-    return factory(budget=budget, **{key: value for key, value in calibrated.items() if key in known}, **settings)
+    known = method_named(name)
+    taken = {key: value for key, value in calibrated.items() if key in known.calibrated}
+    return known.make(budget=budget, **taken, **settings)
 
 
 def caches(shape: Shape, budget: int, *, static: bool) -> dict[str, Callable[[], Cache]]:
     """Makers of the caches of this size, the rotating one first, then each method of one of the two families."""
     arms: dict[str, Callable[[], Cache]] = {"RotatingKVCache": partial(RotatingKVCache, max_size=budget, keep=N_SINK)}
-    for name in METHODS:
+    for name in known_methods():
         made = method(name, shape, budget)
         if made.static is static:
             arms[name] = partial(EvictingKVCache, made)

@@ -16,9 +16,9 @@ from velox_cache.bench.arms import N_SINK
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.calibration.texts import filler_text
 from velox_cache.installation.installing import install, uninstall
-from velox_cache.installation.layer_arguments import NEED_CALIBRATION, calibration_for
+from velox_cache.installation.layer_arguments import calibration_for
 from velox_cache.introspection.query_tap import observe_queries
-from velox_fn.registry import METHODS
+from velox_cache.known_methods import known_methods, method_named
 
 PROMPT, ANSWER = 1024, 128  # tokens
 _IN_TURN = ("KVCache", "RotatingKVCache", "qfilters")
@@ -94,8 +94,8 @@ def cache_makers(
         return {"KVCache": lambda: make_prompt_cache(model)}
     n_layers = len(make_prompt_cache(model))
     rotating = {"RotatingKVCache": lambda: [RotatingKVCache(max_size=budget, keep=N_SINK) for _ in range(n_layers)]}
-    wanted = {name: factory for name, factory in METHODS.items() if methods is None or name in methods}
-    usable = [name for name, factory in wanted.items() if filters is not None or factory not in NEED_CALIBRATION]
+    wanted = {name: method for name, method in known_methods().items() if methods is None or name in methods}
+    usable = [name for name, method in wanted.items() if filters is not None or not method.needs_calibration]
     slowest_last = sorted(usable, key=("expected_attention", "curdkv").__contains__)
     return {**rotating, **{name: _installed(model, name, budget, filters) for name in slowest_last}}
 
@@ -103,7 +103,7 @@ def cache_makers(
 def _installed(model: nn.Module, name: str, budget: int, filters: Any | None) -> Callable[[], list[Any]]:
     def make() -> list[Any]:
         uninstall(model)
-        install(model, name, budget=budget, filters=calibration_for(METHODS[name], filters))
+        install(model, name, budget=budget, filters=calibration_for(method_named(name), filters))
         caches: list[Any] = make_prompt_cache(model)
         return caches
 

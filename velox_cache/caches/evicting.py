@@ -13,7 +13,7 @@ from velox_cache.caches.sequences import Sequences, extracted, merged, selected,
 from velox_cache.caches.snapshots import Snapshots
 from velox_cache.caches.state import pack_state, same_method, unpack_state
 from velox_fn.engine import batch, checks
-from velox_fn.engine.eviction import Eviction, kept_bytes
+from velox_fn.engine.eviction import Eviction, check_state, kept_bytes
 from velox_fn.engine.interval import interval_parts
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
@@ -40,6 +40,8 @@ class EvictingKVCache:
     """
 
     def __init__(self, method: Eviction, *, true_queries: bool = False, snapshots: int = 0) -> None:
+        """Raises ValueError when `method` is no Eviction, or its states are not such as a cache can hold."""
+        _check_method(method)
         self._method = method
         self._true_queries = true_queries and method.observation is not None
         self._snapshots = Snapshots(checks.whole_number("snapshots", snapshots, 0))
@@ -415,7 +417,9 @@ class EvictingKVCache:
         return any(batch.has_evicted(self._rows.store, offset) for offset in self._rows.offsets)
 
     def _empty_record(self, keys: mx.array, values: mx.array) -> Any:
-        return self._method.init(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        record = self._method.init(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        check_state(record, self._method.name, keys.shape[0])
+        return record
 
     def _absorb(self, caches: Sequence["EvictingKVCache"]) -> None:
         for cache in caches:
@@ -449,6 +453,16 @@ class EvictingKVCache:
                 "came. Either the query tap is not installed on this model: use install(), or queries='proxy'. Or an "
                 "exception cut the model's call short: go on from a copy or file made before it, or from the prompt"
             )
+
+
+def _check_method(method: Eviction) -> None:
+    """ValueError unless this is an Eviction that makes states which a cache can hold."""
+    if not isinstance(method, Eviction):
+        raise ValueError(
+            f"EvictingKVCache takes an Eviction, such as velox_fn.qfilters(budget=512) makes, got "
+            f"{type(method).__name__}; a name goes to install"
+        )
+    _ = method.states_fit  # or raises
 
 
 def _check_evicting(caches: Sequence[Any]) -> None:

@@ -12,9 +12,9 @@ from velox_cache.caches.digest import digest
 from velox_cache.caches.sequences import Sequences
 from velox_cache.caches.span_checks import with_places
 from velox_cache.caches.state_checks import check_header, check_leaves, check_rows, require
+from velox_cache.known_methods import method_named
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.records import arrays, statics, with_arrays, with_statics
-from velox_fn.registry import method_factory
 
 FORMAT_VERSION = 2  # 1: without a digest
 
@@ -115,7 +115,7 @@ def _check_digest(text: str, header: dict[str, Any], leaves: list[Any], own: Any
 def _method(header: dict[str, Any], params: Sequence[mx.array]) -> Eviction:
     """The method that made a packed cache, with its settings and parameters."""
     try:
-        return method_factory(header["method"])(
+        return method_named(header["method"]).make(
             **header["settings"], **dict(zip(header["params"], params, strict=True))
         )
     except TypeError as error:

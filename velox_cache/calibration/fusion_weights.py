@@ -1,6 +1,6 @@
 """A calibration with the weights that a search has found, without them, and what follows for recent rows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from velox_cache.calibration.artifact import QFiltersCalibration
 from velox_cache.calibration.fusion_choice import FusionChoice
+from velox_fn.method import Method
 from velox_fn.methods.fusion import term_names
 
 RECENT_SHARE = 0.75
@@ -31,13 +32,10 @@ def without_weights(calibration: QFiltersCalibration) -> QFiltersCalibration:
     return replace(calibration, statistics=statistics, fusion=None)
 
 
-def recent_share(
-    factory: Callable[..., Any], settings: Mapping[str, Any], calibration: QFiltersCalibration | None
-) -> float:
+def recent_share(method: Method, settings: Mapping[str, Any], calibration: QFiltersCalibration | None) -> float:
     """The share of the budget that is protected as recent unless `settings` say otherwise."""
-    defaults: Mapping[str, Any] = getattr(factory, "__kwdefaults__", None) or {}
-    if calibration is None or calibration.fusion is None or "combine" not in defaults or "terms" not in defaults:
+    if calibration is None or calibration.fusion is None or not method.fuses:
         return RECENT_SHARE
-    asked = {**defaults, **settings}
+    asked = {**method.defaults, **settings}
     is_searched = calibration.fusion.is_of(term_names(asked["terms"]), asked["combine"])
     return calibration.fusion.recent_share if is_searched else RECENT_SHARE

@@ -118,11 +118,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _methods(text: str) -> tuple[str, ...]:
-    from velox_fn import METHODS
+    from velox_cache.known_methods import known_methods
 
     names = tuple(text.split(","))
-    if not set(names) <= set(METHODS):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of methods among {', '.join(METHODS)}")
+    if not set(names) <= set(known_methods()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of methods among {', '.join(known_methods())}")
     return names
 
 

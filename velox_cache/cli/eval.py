@@ -188,7 +188,7 @@ def _intervals(arguments: argparse.Namespace) -> Result:
     from velox_cache.evaluation.intervals import read_at_intervals
     from velox_cache.harness.texts import passages, text_named
     from velox_cache.installation.layer_arguments import calibration_for
-    from velox_fn.registry import method_factory
+    from velox_cache.known_methods import method_named
 
     model, tokenizer = load_model(arguments.model)
     calibration = load_qfilters(arguments.filters) if arguments.filters else None
@@ -203,7 +203,7 @@ def _intervals(arguments: argparse.Namespace) -> Result:
         peak,
         n_context=arguments.context,
         settings=settings,
-        calibration=calibration_for(method_factory(arguments.method), calibration),
+        calibration=calibration_for(method_named(arguments.method), calibration),
         share=arguments.share,
     )
     at_once = np.array([one.kl_divergence for one in found if one.interval == 1])

@@ -5,7 +5,6 @@ registered is offered everywhere.
 """
 
 import argparse
-import inspect
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -74,7 +73,7 @@ def install_method(
     `velox_cache.load_qfilters` do, and when settings are given for the full cache.
     """
     from velox_cache import install, load_qfilters, uninstall
-    from velox_fn.registry import method_factory
+    from velox_cache.known_methods import method_named
 
     settings = method_settings(arguments)
     if arguments.method == FULL_CACHE:
@@ -84,7 +83,7 @@ def install_method(
         return None
     filters = load_qfilters(arguments.filters, expect_model_id=model_id) if arguments.filters else None
     report = install(model, arguments.method, filters=filters, queries=arguments.queries, **settings)
-    if filters is None and "filters" in inspect.signature(method_factory(arguments.method)).parameters:
+    if filters is None and "filters" in method_named(arguments.method).calibrated:
         print("note: without --filters, a worse stand-in is used; `velox calibrate` makes filters", file=sys.stderr)
     return report
 

@@ -6,11 +6,11 @@ A setting is given as --budget, --recent, --n-sink or --set NAME=VALUE on the co
 
 import argparse
 import inspect
-import sys
 import textwrap
-from collections.abc import Callable
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from velox_fn.method import Method
 
 EXAMPLES = """examples:
   velox methods
@@ -24,37 +24,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the registry."""
-    from velox_fn.registry import ALIASES, METHODS, method_factory
+    from velox_cache.known_methods import known_methods, method_named
+    from velox_fn.registry import ALIASES
 
     if arguments.name is not None:
-        factory = method_factory(arguments.name)
-        print(f"{_documentation(factory)}\n\nsettings: {settings_line(factory)}")
+        method = method_named(arguments.name)
+        print(f"{_documentation(method)}\n\nsettings: {settings_line(method)}")
         return 0
-    for name, factory in METHODS.items():
+    for name, method in known_methods().items():
         also = [alias for alias, meant in ALIASES.items() if meant == name]
         print(f"{name} (also {', '.join(also)})" if also else name)
-        for line in (_documentation(factory).split("\n", 1)[0], f"settings: {settings_line(factory)}"):
+        for line in (_documentation(method).split("\n", 1)[0], f"settings: {settings_line(method)}"):
             print(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    "))
     return 0
 
 
-def settings_line(factory: Callable[..., object]) -> str:
-    """Name and default of each setting: the arguments that are plain values. Arrays come from a calibration."""
-    hints = get_type_hints(factory)
-    shown = [
-        parameter
-        for parameter in inspect.signature(factory).parameters.values()
-        if _is_plain(hints[parameter.name]) and parameter.name not in ("layer", "first_head")  # install fills them in
-    ]
-    return ", ".join(f"{parameter.name}={parameter.default}" for parameter in shown)
+def settings_line(method: "Method") -> str:
+    """Name and default of each setting. The rotary embedding is none to give here: install reads the model's."""
+    return ", ".join(f"{name}={default}" for name, default in method.settings.items() if name != "rope")
 
 
-def _documentation(factory: Callable[..., object]) -> str:
-    """What a method's module says, since each method has a module of its own."""
-    return inspect.getdoc(sys.modules[factory.__module__]) or ""
+def _documentation(method: "Method") -> str:
+    """What a built-in method's module says, since each has a module of its own; what the factory says of others."""
+    from velox_fn.registry import BUILT_IN
 
-
-def _is_plain(hint: Any) -> bool:
-    options = get_args(hint) or (hint,)  # of a union or a Literal
-    plain = (int, float, bool, str, NoneType, tuple[str, ...])
-    return all(option in plain or isinstance(option, str) for option in options)
+    module = inspect.getmodule(method.factory)
+    of_module = inspect.getdoc(module) if module is not None else None
+    own = inspect.getdoc(method.factory)
+    texts = (of_module, own) if method.name in BUILT_IN else (own, of_module)
+    return next(filter(None, texts), "(not documented)")

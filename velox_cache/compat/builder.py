@@ -12,8 +12,8 @@ from velox_cache.installation.own_part import part_of_calibration
 from velox_cache.introspection.plan import check_filter_layout, key_layout, make_caches, plan_layers
 from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import ModelShard, model_shard
+from velox_cache.known_methods import method_named
 from velox_fn.engine.eviction import Eviction
-from velox_fn.registry import method_factory
 
 
 class KVCacheBuilder:
@@ -51,9 +51,7 @@ def _layer_method(
             f"head_dim={config.head_dim} does not fit this model: keys of layer {layer} have {head_dim} dimensions; "
             "give that, or leave head_dim out"
         )
-    arguments = layer_arguments(
-        method_factory(config.method), config.settings(), model, layer, calibration, shard, ropes
-    )
+    arguments = layer_arguments(method_named(config.method), config.settings(), model, layer, calibration, shard, ropes)
     method = config.eviction(**arguments)
     check_filter_layout(model, layer, method)
     return method

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from velox_cache.known_methods import method_named
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.rope import RopeSpec
 from velox_fn.methods.fusion import COMBINE, TERMS
-from velox_fn.registry import ALIASES, method_factory
+from velox_fn.registry import ALIASES
 
 PREFIXES = {
     "qfilters": "qfilters_",
@@ -22,7 +23,8 @@ PREFIXES = {
     "streaming_llm": "stream_",
     "random": "random_",
 }
-"""The prefix of each method's fields in KVCacheConfig."""
+"""The prefix of each method's fields in KVCacheConfig. A method that came later has none, and its own defaults here;
+`install` takes the settings of every method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +96,11 @@ class KVCacheConfig:
 
     def eviction(self, **arguments: Any) -> Eviction:
         """The configured method; `arguments` are what belongs to a layer: its filters, its index, its rope."""
-        return method_factory(self.method)(**self.settings(), **arguments)
+        return method_named(self.method).make(**self.settings(), **arguments)
 
     def settings(self) -> dict[str, Any]:
         """The arguments of the method's factory that this record holds."""
-        method_factory(self.method)
+        method_named(self.method)
         prefix = PREFIXES.get(ALIASES.get(self.method, self.method))
         if prefix is None:
             return {}

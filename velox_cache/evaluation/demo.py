@@ -24,7 +24,7 @@ from velox_cache.harness.fidelity import fidelity
 from velox_cache.harness.perplexity import perplexity
 from velox_cache.installation.installing import install, uninstall
 from velox_cache.installation.layer_arguments import calibration_for
-from velox_fn.registry import method_factory
+from velox_cache.known_methods import method_named
 
 PLANTED = PlantedFact(
     "The secret code word of the lighthouse is marigold.",
@@ -90,7 +90,7 @@ def compare_arms(
 
         uninstall(model)
         if arm.method is not None:
-            filters = calibration_for(method_factory(arm.method), calibration if arm.calibrated else None)
+            filters = calibration_for(method_named(arm.method), calibration if arm.calibrated else None)
             install(model, arm.method, filters=filters, **arm.settings)
         try:
             answer = greedy_answer(model, tokenizer, prompt, n_tokens=workload.n_answer, advance=step)

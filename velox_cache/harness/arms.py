@@ -12,7 +12,7 @@ from velox_cache.calibration.artifact import QFiltersCalibration
 from velox_cache.calibration.fusion_weights import without_weights
 from velox_cache.installation.installing import install, uninstall
 from velox_cache.installation.layer_arguments import calibration_for
-from velox_fn.registry import method_factory
+from velox_cache.known_methods import method_named
 
 MakeCache = Callable[[], list[Any]]
 """Makes a fresh prompt cache."""
@@ -45,7 +45,7 @@ def parse_arm(text: str, budget: int) -> Arm:
     is unknown or the text is not of that form.
     """
     method, *parts = text.split(":")
-    method_factory(method)
+    method_named(method)
     settings: dict[str, Any] = {}
     for part in parts:
         name, equals, value = part.partition("=")
@@ -67,7 +67,7 @@ def cache_maker(model: nn.Module, arm: Arm, calibration: QFiltersCalibration | N
         return lambda: make_prompt_cache(model)
     if calibration is not None and not arm.searched:
         calibration = without_weights(calibration)
-    filters = calibration_for(method_factory(arm.method), calibration if arm.calibrated else None)
+    filters = calibration_for(method_named(arm.method), calibration if arm.calibrated else None)
     install(model, arm.method, filters=filters, **arm.settings)
     make: MakeCache = model.make_cache
     uninstall(model)

@@ -1,14 +1,13 @@
 """Put evicting caches into a model, so that everything in mlx_lm that asks it for caches gets them."""
 
 import copy
-import inspect
 import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +15,7 @@ import mlx.nn as nn
 from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
 from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters
 from velox_cache.calibration.fusion_weights import recent_share
-from velox_cache.installation.layer_arguments import CALIBRATED, PLACE, layer_arguments
+from velox_cache.installation.layer_arguments import check_heads_together, layer_arguments
 from velox_cache.installation.layer_budgets import (
     Budgets,
     LayerBudgetKVCache,
@@ -24,15 +23,15 @@ from velox_cache.installation.layer_budgets import (
     layer_budgets,
     takes_own_masks,
 )
-from velox_cache.installation.own_part import part_of_budgets, part_of_calibration
 from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.introspection.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
-from velox_cache.introspection.rope import ModelRopes
-from velox_cache.introspection.shard import model_shard
+from velox_cache.introspection.shard import ModelShard, model_shard
+from velox_cache.known_methods import as_method
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
-from velox_fn.registry import method_factory
+from velox_fn.method import PLACES, Method
+from velox_fn.registry import find_method
 
 Filters = str | os.PathLike[str] | QFiltersCalibration
 
@@ -82,7 +81,8 @@ class InstalledCaches:
         model = self.model()
         if model is None:
             raise ReferenceError("the model of this make_cache is gone; keep the model, and call model.make_cache()")
-        most, asked = max(method.settings["budget"] for method in self.methods.values()), _max_kv_size_asked_for()
+        most = max(method.settings.get("budget", 0) for method in self.methods.values())
+        asked = _max_kv_size_asked_for()
         if asked is not None and asked < most:
             warnings.warn(
                 f"max_kv_size={asked} has no effect on a model with evicting caches, which hold up to {most} rows; "
@@ -111,7 +111,7 @@ class InstalledCaches:
 
 def install(
     model: nn.Module,
-    method: str = "qfilters",
+    method: str | Method | Eviction | Callable[..., Eviction] = "qfilters",
     *,
     budget: int | Budgets | None = None,
     filters: Filters | None = None,
@@ -122,6 +122,9 @@ def install(
 ) -> InstallReport:
     """Make `model` use evicting caches wherever mlx_lm asks it for a prompt cache.
 
+    method: its name, one of `velox methods` or registered by `velox_fn.register`; its factory, such as
+    `velox_fn.qfilters` or one of your own; or an Eviction, which every layer then runs as it is, so that it takes no
+    budget, filters or settings here.
     budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
     layer its own (`layer_budgets`). settings: the other arguments of the method's factory,
     such as n_sink, recent. `recent` defaults to three quarters of the budget here: of the shares tried, it follows the
@@ -150,36 +153,13 @@ def install(
     plan, shard = plan_layers(model), model_shard(model, group)
     if not any(entry.bounded for entry in plan) and not shard.pipelined:
         raise ValueError(f"no layer of this model can be bounded: {'; '.join({entry.reason for entry in plan})}")
-    factory = method_factory(method)
-    _check_names(factory, method, settings)
+    chosen = _chosen(method, budget=budget, filters=filters, **settings)
     if not any(entry.bounded for entry in plan):  # other ranks of the pipeline have the layers that can be
-        return InstallReport(method, settings, plan)
-    own_budgets = None
-    if callable(budget) or (isinstance(budget, Sequence) and not isinstance(budget, str)):
-        own_budgets = layer_budgets(model, plan, part_of_budgets(shard, budget, len(plan)))
-    calibration = load_qfilters(filters) if isinstance(filters, str | os.PathLike) else filters
-    if calibration is not None and not isinstance(calibration, QFiltersCalibration):
-        raise ValueError(
-            f"filters must be a calibration or the path of one, got {type(filters).__name__}; wrap arrays [H,D], one "
-            "per layer, in QFiltersCalibration(arrays)"
-        )
-    calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
-    share = recent_share(factory, settings, calibration)
-    methods, ropes = {}, ModelRopes(model)
-    for layer in (entry.layer for entry in plan if entry.bounded):
-        arguments = dict(settings)
-        if own_budgets is not None:
-            arguments["budget"] = own_budgets[layer]
-        elif budget is not None:
-            arguments["budget"] = budget
-        arguments |= layer_arguments(factory, arguments, model, layer, calibration, shard, ropes)
-        try:
-            methods[layer] = factory(**_with_default_recent(factory, arguments, share))
-        except ValueError as error:
-            if own_budgets is None:  # what is wrong is wrong in every layer
-                raise
-            raise ValueError(f"layer {shard.first_layer + layer}: {error}") from error
-        check_filter_layout(model, layer, methods[layer])
+        return InstallReport(chosen.name if isinstance(chosen, Eviction) else chosen.label, settings, plan)
+    if isinstance(chosen, Eviction):
+        methods = _of_every_layer(chosen, model, plan, shard)
+    else:
+        methods = _by_layer(chosen, settings, budget, filters, model, plan, shard)
     any_method = next(iter(methods.values()))
     true_queries = any_method.needs_queries and queries == "true"
     before = model.__dict__.get("make_cache")
@@ -190,11 +170,11 @@ def install(
     if true_queries:
         installed = replace(installed, tap=QueryTap(model).install())
         _probe_queries(model, installed)
-    if own_budgets is not None:
+    if _has_own_budgets(budget):
         installed = _with_own_masks(model, installed)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
     model.make_cache = installed.owning_tap()
-    if any_method.settings["interval"] > 1:
+    if any_method.settings.get("interval", 1) > 1:
         call_in_parts(model)
     return InstallReport(any_method.name, _settings_of_all(list(methods.values())), plan)
 
@@ -209,6 +189,76 @@ def uninstall(model: nn.Module) -> None:
         call_whole(model)
         if installed.before is not None:
             model.make_cache = installed.before
+
+
+def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **arguments: Any) -> Method | Eviction:
+    """The method that `install` was given. ValueError when it is none, or does not take these arguments."""
+    if not isinstance(given, Eviction):
+        method = as_method(given)
+        _check_names(method, {name: value for name, value in arguments.items() if name not in ("budget", "filters")})
+        return method
+    told = [name for name, value in arguments.items() if value is not None]
+    if told:
+        raise ValueError(
+            f"an Eviction has its budget and settings already, and {', '.join(told)} cannot change it; give them to "
+            "the factory that made it, or install the factory"
+        )
+    return given
+
+
+def _of_every_layer(
+    method: Eviction, model: nn.Module, plan: Sequence[LayerPlan], shard: ModelShard
+) -> dict[int, Eviction]:
+    known = find_method(method.name)
+    if known is not None:
+        check_heads_together(known, shard)
+    layers = [entry.layer for entry in plan if entry.bounded]
+    for layer in layers:
+        check_filter_layout(model, layer, method)
+    return dict.fromkeys(layers, method)
+
+
+def _by_layer(
+    method: Method,
+    settings: Mapping[str, Any],
+    budget: int | Budgets | None,
+    filters: Filters | None,
+    model: nn.Module,
+    plan: Sequence[LayerPlan],
+    shard: ModelShard,
+) -> dict[int, Eviction]:
+    """Each bounded layer's method, with its own budget and its own part of the calibration."""
+    own_budgets = None
+    if _has_own_budgets(budget):
+        own_budgets = layer_budgets(model, plan, part_of_budgets(shard, budget, len(plan)))
+    calibration = load_qfilters(filters) if isinstance(filters, str | os.PathLike) else filters
+    if calibration is not None and not isinstance(calibration, QFiltersCalibration):
+        raise ValueError(
+            f"filters must be a calibration or the path of one, got {type(filters).__name__}; wrap arrays [H,D], one "
+            "per layer, in QFiltersCalibration(arrays)"
+        )
+    calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
+    share = recent_share(method, settings, calibration)
+    methods, ropes = {}, ModelRopes(model)
+    for layer in (entry.layer for entry in plan if entry.bounded):
+        arguments = dict(settings)
+        if own_budgets is not None:
+            arguments["budget"] = own_budgets[layer]
+        elif budget is not None:
+            arguments["budget"] = budget
+        arguments |= layer_arguments(method, arguments, model, layer, calibration, shard, ropes)
+        try:
+            methods[layer] = method.make(**_with_default_recent(method, arguments, share))
+        except ValueError as error:
+            if own_budgets is None:  # what is wrong is wrong in every layer
+                raise
+            raise ValueError(f"layer {shard.first_layer + layer}: {error}") from error
+        check_filter_layout(model, layer, methods[layer])
+    return methods
+
+
+def _has_own_budgets(budget: int | Budgets | None) -> TypeGuard[Budgets]:
+    return callable(budget) or (isinstance(budget, Sequence) and not isinstance(budget, str))
 
 
 def _with_own_masks(model: nn.Module, installed: InstalledCaches) -> InstalledCaches:
@@ -252,26 +302,24 @@ def _observed(cache: Any) -> bool:
     return True
 
 
-def _check_names(factory: Any, method: str, settings: Mapping[str, Any]) -> None:
-    known = [name for name in inspect.signature(factory).parameters if name not in (*CALIBRATED, *PLACE)]
+def _check_names(method: Method, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
-        if name == "rollback" and name not in known:
+        if name == "rollback" and not method.rollback and name not in method.settings:
             raise ValueError(
-                f"rollback={value} cannot work with {method}: its scores accumulate with every query, so tokens "
+                f"rollback={value} cannot work with {method.label}: its scores accumulate with every query, so tokens "
                 "that are taken back have already changed them; use a method that scores a row once, such as qfilters"
             )
-        if name not in known:
-            raise ValueError(f"{method} has no setting {name!r}; its settings are {', '.join(known)}")
+        if name not in method.settings:
+            raise ValueError(f"{method.label} has no setting {name!r}; its settings are {', '.join(method.settings)}")
 
 
-def _with_default_recent(factory: Any, settings: Mapping[str, Any], share: float) -> Mapping[str, Any]:
-    parameters = inspect.signature(factory).parameters
-    if "recent" not in parameters or "recent" in settings or "budget" not in parameters:
+def _with_default_recent(method: Method, settings: Mapping[str, Any], share: float) -> Mapping[str, Any]:
+    if not method.recent or "recent" in settings:
         return settings
-    budget = settings.get("budget", parameters["budget"].default)
-    n_sink = settings.get("n_sink", parameters["n_sink"].default if "n_sink" in parameters else 0)
+    asked = {"n_sink": 0, **method.defaults, **settings}
     try:
-        budget, n_sink = checks.whole_number("budget", budget, 1), checks.whole_number("n_sink", n_sink, 0)
+        budget = checks.whole_number("budget", asked["budget"], 1)
+        n_sink = checks.whole_number("n_sink", asked["n_sink"], 0)
     except ValueError:
         return settings  # the factory says what is wrong
     return {**settings, "recent": max(0, min(int(share * budget), budget - n_sink - 1))}
@@ -279,7 +327,9 @@ def _with_default_recent(factory: Any, settings: Mapping[str, Any], share: float
 
 def _settings_of_all(methods: Sequence[Eviction]) -> dict[str, Any]:
     """The settings of every layer's method: the value where all agree, else a list. A layer's place is no setting."""
-    by_name = {name: [method.settings[name] for method in methods] for name in methods[0].settings if name not in PLACE}
+    by_name = {
+        name: [method.settings[name] for method in methods] for name in methods[0].settings if name not in PLACES
+    }
     return {
         name: values[0] if all(value == values[0] for value in values) else values for name, values in by_name.items()
     }

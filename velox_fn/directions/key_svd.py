@@ -7,7 +7,7 @@ import mlx.core as mx
 from velox_fn.engine import select
 from velox_fn.engine.landing import land, settle, tied
 from velox_fn.engine.rows import Rows, View, arriving_positions, gather_rows, in_temporal_order, temporal_order
-from velox_fn.engine.static import Score
+from velox_fn.engine.static import RowScores
 from velox_fn.engine.store import Store, check_block, used_rows
 
 
@@ -47,7 +47,7 @@ def warm_up(
     keys: mx.array,
     values: mx.array,
     valid: mx.array | None,
-    score: Score,
+    score: RowScores,
     calib_tokens: int,
 ) -> tuple[Store, mx.array, View]:
     """One update of the fallback until every sequence has its filter.
@@ -83,7 +83,7 @@ def _estimate(store: Store, calib_tokens: int) -> mx.array:
     return estimate_filter_dir(gather_rows(used, first).keys)
 
 
-def _rescored(store: Store, filters: mx.array, score: Score) -> Store:
+def _rescored(store: Store, filters: mx.array, score: RowScores) -> Store:
     used = used_rows(store)
     positions = select.rank_positions(used.ranks)
     scores = score(used.keys, used.values, positions, (filters,))

@@ -1,6 +1,7 @@
 """The one shape of every method: a pair of pure functions and what describes them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -10,6 +11,8 @@ from velox_fn.engine import checks, select, slots
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 from velox_fn.engine.store import Store, kept_rows
+
+_ANY_BATCH = 2  # another number than that of heads: an axis in another's place shows
 
 
 class State(Protocol):
@@ -90,6 +93,42 @@ class Eviction:
     def __post_init__(self) -> None:
         # Headers are JSON, which knows no numpy.
         object.__setattr__(self, "settings", {name: checks.plain(value) for name, value in self.settings.items()})
+
+    @functools.cached_property
+    def states_fit(self) -> None:
+        """Nothing. Raises ValueError when the states that `init` makes are not such as a cache can hold.
+
+        As far as a state for one head tells: the arrays of a calibration are for others, and their states are seen when
+        these heads come.
+        """
+        try:
+            state = self.init(_ANY_BATCH, 1, 1)
+        except ValueError:
+            return
+        check_state(state, self.name, _ANY_BATCH)
+
+
+def check_state(state: Any, name: str, batch: int) -> None:
+    """ValueError unless `state` is a record as every method's is: rows in a Store, batch first in every array."""
+    remedy = (
+        "write it as a class under @velox_fn.record with a field `store`, which velox_fn.init_store makes, or take "
+        "velox_fn.static_eviction or dynamic_init, which bring one"
+    )
+    if not dataclasses.is_dataclass(state) or isinstance(state, type):
+        raise ValueError(f"the init of {name} must return a record, got {type(state).__name__}; {remedy}")
+    store = getattr(state, "store", None)
+    if not isinstance(store, Store):
+        raise ValueError(
+            f"the state of {name}, a {type(state).__name__}, must hold its rows in a field `store` of type Store, got "
+            f"{type(store).__name__}; {remedy}"
+        )
+    misplaced = [tuple(leaf.shape) for leaf in arrays(state) if leaf.ndim == 0 or leaf.shape[0] != batch]
+    if misplaced:
+        raise ValueError(
+            f"every array in the state of {name} must have the batch, here {batch}, as its first axis, by which "
+            f"batches are joined and taken apart; got shapes {', '.join(map(str, misplaced))}: broadcast what all "
+            "sequences share"
+        )
 
 
 def kv(state: State) -> View:

@@ -1,8 +1,5 @@
 """How a block enters a store, and how what exceeds the budget leaves it."""
 
-import functools
-from collections.abc import Callable
-
 import mlx.core as mx
 
 from velox_fn.engine import select
@@ -31,10 +28,8 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
         block = replaced(block, keys=mx.where(real, block.keys, 0), values=mx.where(real, block.values, 0))
         store = replaced(store, ordered=False)
     if overwrites(store, n_tokens):
-        step = _compiled_overwrite(store.recent)
-        keys, values, ranks = step(
-            store.keys, store.values, store.ranks, store.offset, block.keys, block.values, block.ranks
-        )
+        held = (store.keys, store.values, store.ranks, store.offset)
+        keys, values, ranks = _compiled_overwrite(*held, block.keys, block.values, block.ranks, *window(store.recent))
         landed = replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False)
         return replaced(landed, seen_by_all=seen_by_all), (keys, values)
     landed = replaced(append(store, block, offset), seen_by_all=seen_by_all)
@@ -60,13 +55,13 @@ def without_dead_row(store: Store) -> Store:
 
 
 def overwrite_victim(
-    keys: mx.array, values: mx.array, ranks: mx.array, offset: mx.array, block: Rows, recent: int
+    keys: mx.array, values: mx.array, ranks: mx.array, offset: mx.array, block: Rows, *recent: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Put a one-token block in the place of the row that loses. Arrays only, so that a whole step can be compiled.
+    """Put a one-token block in the place of the row that loses. `recent` as `window` gives it.
 
     MLX reuses a buffer that nobody else holds, so this writes one row; it copies when the old state is still held.
     """
-    index = select.victim(select.competing_ranks(ranks, offset, recent))
+    index = select.victim(select.competing_ranks(ranks, offset, *(recent or (0,))))
     return (
         mx.put_along_axis(keys, index[..., None], block.keys, axis=2),
         mx.put_along_axis(values, index[..., None], block.values, axis=2),
@@ -74,16 +69,28 @@ def overwrite_victim(
     )
 
 
-@functools.cache
-def _compiled_overwrite(recent: int) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
-    """`overwrite_victim` as one compiled function of arrays."""
+def window(recent: int) -> tuple[mx.array, ...]:
+    """The recent window as arguments of a compiled step: one number int32 [], or nothing where there is no window.
 
-    def step(
-        keys: mx.array, values: mx.array, ranks: mx.array, offset: mx.array, k: mx.array, v: mx.array, rank: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        return overwrite_victim(keys, values, ranks, offset, Rows(keys=k, values=v, ranks=rank), recent)
+    A number in an array does not make the step anew, whatever it is; without a window the step has less to do.
+    """
+    return (mx.array(recent, mx.int32),) if recent else ()
 
-    return mx.compile(step)
+
+def _overwrite(
+    keys: mx.array,
+    values: mx.array,
+    ranks: mx.array,
+    offset: mx.array,
+    k: mx.array,
+    v: mx.array,
+    rank: mx.array,
+    *recent: mx.array,
+) -> tuple[mx.array, mx.array, mx.array]:
+    return overwrite_victim(keys, values, ranks, offset, Rows(keys=k, values=v, ranks=rank), *recent)
+
+
+_compiled_overwrite = mx.compile(_overwrite)
 
 
 def append(store: Store, block: Rows, offset: mx.array) -> Store:

@@ -13,7 +13,6 @@ so that both give 2^31 for padding. Positions end at 2^31 - 2 (`checks.countable
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -81,24 +80,20 @@ def rank_scores(ranks: mx.array) -> mx.array:
     return mx.where(ordered == _PADDING_SCORE, -mx.inf, scores)
 
 
-def arrival_ranks(scores: Scores, positions: mx.array, n_sink: int) -> mx.array:
+def arrival_ranks(scores: Scores, positions: mx.array, n_sink: int | mx.array) -> mx.array:
     """Ranks [B,H,S] of rows as they arrive, at positions int32, broadcastable to [B,H,S].
 
-    A row with a non-finite key, value or score competes as -inf; sinks hold +inf.
+    A row with a non-finite key, value or score competes as -inf; sinks hold +inf. `n_sink` is an array int32 [] inside
+    a compiled step, so that one step serves every number.
     """
     if scores.terms.shape[2] == 1:
-        return _compiled_arrival(n_sink, scores.newest_first)(scores.terms, positions, *scores.unseen)
-    return _arrival_ranks(scores.terms, positions, *scores.unseen, n_sink=n_sink, newest_first=scores.newest_first)
-
-
-@functools.cache
-def _compiled_arrival(n_sink: int, newest_first: bool) -> Callable[..., mx.array]:
-    """`arrival_ranks` of one token: small work, whose cost is the number of kernels."""
-    return mx.compile(functools.partial(_arrival_ranks, n_sink=n_sink, newest_first=newest_first))
+        step = _compiled_arrival[scores.newest_first]
+        return step(scores.terms, positions, mx.array(n_sink, mx.int32), *scores.unseen)
+    return _arrival_ranks(scores.terms, positions, n_sink, *scores.unseen, newest_first=scores.newest_first)
 
 
 def _arrival_ranks(
-    terms: mx.array, positions: mx.array, *unseen: mx.array, n_sink: int, newest_first: bool
+    terms: mx.array, positions: mx.array, n_sink: int | mx.array, *unseen: mx.array, newest_first: bool
 ) -> mx.array:
     if terms.shape[2] == 1 and len({rows.shape for rows in unseen}) == 1:
         # The fewest kernels for one token: zeros added to a sum do not change it, and NaN comes through.
@@ -109,9 +104,14 @@ def _arrival_ranks(
     for rows in unseen:
         unsound = unsound | _any_not_finite(rows)
     ordered = mx.where(unsound, _MINUS_INFINITY, _ordered(bits))
-    if n_sink > 0:
+    if isinstance(n_sink, mx.array) or n_sink > 0:
         ordered = mx.where(positions < n_sink, _INFINITY, ordered)
     return _packed(ordered, mx.broadcast_to(positions, ordered.shape), newest_first=newest_first)
+
+
+_compiled_arrival = MappingProxyType(  # of one token: small work, whose cost is the number of kernels
+    {newest: mx.compile(functools.partial(_arrival_ranks, newest_first=newest)) for newest in (False, True)}
+)
 
 
 def largest_magnitude(rows: mx.array) -> mx.array:
@@ -142,13 +142,13 @@ def reranked(ranks: mx.array, scores: mx.array) -> mx.array:
     return pack_ranks(mx.where(mx.isfinite(held), scores, held), rank_positions(ranks))
 
 
-def competing_ranks(ranks: mx.array, offset: mx.array, recent: int) -> mx.array:
+def competing_ranks(ranks: mx.array, offset: mx.array, recent: int | mx.array) -> mx.array:
     """`ranks` [B,H,n] with the rows of the recent window, position >= offset - recent, lifted above every other.
 
-    offset int32 [B]: tokens seen. Lifted ranks compare equal among themselves, which cannot matter: protected rows are
-    fewer than any budget.
+    offset int32 [B]: tokens seen. recent: an array int32 [] inside a compiled step that has a window. Lifted ranks
+    compare equal among themselves, which cannot matter: protected rows are fewer than any budget.
     """
-    if recent == 0:
+    if not isinstance(recent, mx.array) and recent == 0:
         return ranks
     first_recent = mx.maximum(offset - recent, 0).astype(mx.int64)[:, None, None]  # below 0 stands padding
     return mx.where(_wide_positions(ranks) >= first_recent, _PROTECTED, ranks)

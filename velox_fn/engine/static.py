@@ -1,12 +1,12 @@
 """The engine of the static methods: a row is scored once, when it arrives, from the row alone.
 
 Scores are frozen and the selection rule is a total order, so the kept set is the same however the tokens are split
-into calls, bit for bit, as long as a row's score does not depend on the split either: a score function must sum in an
-order that the number of tokens in the call cannot change.
+into calls, bit for bit, as long as a row's score does not depend on the split either. That is what the contract of a
+score function asks for (`static_eviction`).
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,15 +14,19 @@ import mlx.core as mx
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.fused_evict import resolve_metal
-from velox_fn.engine.landing import append_unscored, land, overwrite_victim, puts_off, settle, tied, written
+from velox_fn.engine.landing import append_unscored, land, overwrite_victim, puts_off, settle, tied, window, written
 from velox_fn.engine.records import record, replaced
 from velox_fn.engine.rows import Rows, View, arriving_positions
 from velox_fn.engine.select import Scores, arrival_ranks
 from velox_fn.engine.store import Store, check_block, init_store, overwrites
 
 Params = tuple[mx.array, ...]
-Score = Callable[[mx.array, mx.array, mx.array, Params], Scores]
-"""(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> scores"""
+Score = Callable[[mx.array, mx.array, mx.array, Params], Scores | mx.array]
+"""(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S], or `Scores`"""
+RowScores = Callable[[mx.array, mx.array, mx.array, Params], Scores]
+"""The fast form alone, for scores that others are made of."""
+
+_STEPS = 64  # compiled steps that are kept; this library's methods need a handful
 
 
 @record
@@ -48,12 +52,13 @@ def static_update(
         return append_unscored(store, keys, values)
     store = scored(store, score, params)
     if valid is None and overwrites(store, n_tokens):
-        step = _compiled_step(score, store.n_sink, store.recent)
-        k, v, ranks, offset = step(store.keys, store.values, store.ranks, store.offset, keys, values, *params)
+        held = (store.keys, store.values, store.ranks, store.offset)
+        counts = (mx.array(store.n_sink, mx.int32), *window(store.recent))
+        k, v, ranks, offset = _compiled_step(score)(held, (keys, values), counts, params)
         seen = store.seen_by_all + 1
         return replaced(store, keys=k, values=v, ranks=ranks, offset=offset, ordered=False, seen_by_all=seen), (k, v)
     if valid is None and n_tokens == 1:
-        ranks = _compiled_ranks(score, store.n_sink)(store.offset, keys, values, *params)
+        ranks = _compiled_ranks(score)(store.offset, keys, values, mx.array(store.n_sink, mx.int32), *params)
     else:
         ranks = _ranks(score, store.n_sink, arriving_positions(store.offset, n_tokens, valid), keys, values, *params)
     landed, view = land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
@@ -74,30 +79,47 @@ def scored(store: Store, score: Score, params: Params) -> Store:
 
 
 def _ranks(
-    score: Score, n_sink: int, positions: mx.array, keys: mx.array, values: mx.array, *params: mx.array
+    score: Score, n_sink: int | mx.array, positions: mx.array, keys: mx.array, values: mx.array, *params: mx.array
 ) -> mx.array:
-    return arrival_ranks(score(keys, values, positions, params), positions, n_sink)
+    return arrival_ranks(_checked(score(keys, values, positions, params), keys, values), positions, n_sink)
 
 
-@functools.cache
-def _compiled_ranks(score: Score, n_sink: int) -> Callable[..., mx.array]:
-    """The ranks of one token as a compiled function of (offset, keys, values, *params)."""
+def _checked(scores: Scores | mx.array, keys: mx.array, values: mx.array) -> Scores:
+    """Scores of a block; with a plain array, rows that are not finite are looked for in both halves."""
+    if isinstance(scores, Scores):
+        return scores
+    if not isinstance(scores, mx.array) or scores.dtype != mx.float32 or scores.shape != keys.shape[:3]:
+        given = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, mx.array) else type(scores).__name__
+        raise ValueError(
+            f"a score function must return float32 [B,H,S] = {tuple(keys.shape[:3])}, one score for each row, or "
+            f"Scores, got {given}"
+        )
+    return Scores(scores, unseen=(keys, values))
 
-    def ranks(offset: mx.array, keys: mx.array, values: mx.array, *params: mx.array) -> mx.array:
+
+@functools.lru_cache(_STEPS)
+def _compiled_ranks(score: Score) -> Callable[..., mx.array]:
+    """The ranks of one token as a compiled function of (offset, keys, values, n_sink, *params)."""
+
+    def ranks(offset: mx.array, keys: mx.array, values: mx.array, n_sink: mx.array, *params: mx.array) -> mx.array:
         return _ranks(score, n_sink, offset[:, None, None], keys, values, *params)
 
     return mx.compile(ranks)
 
 
-@functools.cache
-def _compiled_step(score: Score, n_sink: int, recent: int) -> Callable[..., tuple[mx.array, ...]]:
-    """One token over budget as one compiled function of arrays: it traces once per shape, never per step."""
+@functools.lru_cache(_STEPS)
+def _compiled_step(score: Score) -> Callable[..., tuple[mx.array, ...]]:
+    """One token over budget as one compiled function of arrays: it traces once per shape, never per step.
 
-    def step(
-        keys: mx.array, values: mx.array, ranks: mx.array, offset: mx.array, k: mx.array, v: mx.array, *params: mx.array
-    ) -> tuple[mx.array, ...]:
+    Its arguments: keys, values, ranks and offset of the store; key and value of the token; n_sink and `window`; params.
+    """
+
+    def step(held: Params, token: Params, counts: Params, params: Params) -> tuple[mx.array, ...]:
+        keys, values, ranks, offset = held
+        k, v = token
+        n_sink, *recent = counts
         block = Rows(keys=k, values=v, ranks=_ranks(score, n_sink, offset[:, None, None], k, v, *params))
-        keys, values, ranks = overwrite_victim(keys, values, ranks, offset, block, recent)
+        keys, values, ranks = overwrite_victim(keys, values, ranks, offset, block, *recent)
         offset = offset + 1
         (values,) = mx.depends([values], [ranks, offset])  # as in landing.tied
         return keys, values, ranks, offset
@@ -109,32 +131,53 @@ def static_eviction(
     name: str,
     score: Score,
     *,
-    budget: int,
-    n_sink: int,
-    recent: int,
-    rollback: int = 0,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int | None = None,
+    rollback: int | None = None,
     use_metal_kernels: bool | None = None,
     params: Mapping[str, mx.array] | None = None,
+    numbers: Sequence[float | mx.array] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Eviction:
     """A method that is nothing but a score function.
 
-    `params`, name to array per KV head: `score` sees them in this order, an array [H,D,...] as [B,H,D,...] and an array
-    [H] as [B,H,1].
-    `settings` holds what the method has beside the row counts.
+    score(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S]; higher stays. A row
+    that is not finite in its key, value or score loses whatever it scores. `Scores` is the fast form of the result: it
+    says which of keys and values the score has not seen.
+
+    The contract of a score function. It is pure, of MLX operations only, and never waits for the device: single tokens
+    are scored inside a compiled step. A row's score depends on that row alone, and sums in an order that the number of
+    tokens cannot change: `(a * b).sum(-1)` and no matrix product. It is a function of a module and not made anew for
+    each method: a compiled step is kept by the function, a limited number of them, and what a method is told at
+    construction comes as `params` and `numbers`, never inside a closure. A closure is right, and traced by itself.
+
+    params, name to array per KV head: `score` sees them in this order, an array [H,D,...] as [B,H,D,...] and an array
+    [H] as [B,H,1]. numbers: single numbers, which `score` sees after them, each as [B,1,1]: a float as float32, an
+    array of no dimension in its own dtype. settings: the arguments of the method's factory beside the row counts.
+    recent, rollback: None where the factory has no such argument, which is 0 and then no setting.
+
+    Raises ValueError on counts that cannot work.
     """
-    budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
-    rollback = checks.whole_number("rollback", rollback, 0)
+    budget, n_sink, _ = checks.row_limits(budget, n_sink, 0 if recent is None else recent)
     params = params or {}
-    limits = {"budget": budget, "n_sink": n_sink, "recent": recent, "rollback": rollback}
+    limits = {"budget": budget, "n_sink": n_sink}
+    if recent is not None:
+        limits["recent"] = checks.whole_number("recent", recent, 0)
+    if rollback is not None:
+        limits["rollback"] = checks.whole_number("rollback", rollback, 0)
+    scalars = [mx.array(number) for number in numbers]
 
     def init(
         batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
     ) -> StaticState:
-        store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, **limits, use_metal_kernels=use_metal_kernels)
+        counts = {"recent": 0, **limits}
+        store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, **counts, use_metal_kernels=use_metal_kernels)
         for param, array in params.items():
             checks.fits_heads(param, array, n_kv_heads, head_dim)
-        return StaticState(store=store, params=tuple(per_row(array, batch) for array in params.values()))
+        per_head = [per_row(array, batch) for array in params.values()]
+        alike = [mx.broadcast_to(number, (batch, 1, 1)) for number in scalars]
+        return StaticState(store=store, params=(*per_head, *alike))
 
     def update(
         state: StaticState,

@@ -26,7 +26,7 @@ from velox_fn.engine.records import record, replaced
 from velox_fn.engine.rows import View
 from velox_fn.engine.scorers import metal_projection, projection_terms
 from velox_fn.engine.select import Scores
-from velox_fn.engine.static import Params, Score, per_row, scored, static_update
+from velox_fn.engine.static import Params, RowScores, per_row, scored, static_update
 from velox_fn.engine.store import Store, init_store
 
 
@@ -197,7 +197,7 @@ def _metal_projection(keys: mx.array, values: mx.array, positions: mx.array, par
     return Scores(metal_projection(keys, values, params[0], positions), unseen=())
 
 
-def _negated(score: Score) -> Score:
+def _negated(score: RowScores) -> RowScores:
     def negated(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
         scores = score(keys, values, positions, params)
         return dataclasses.replace(scores, terms=-scores.terms)
@@ -205,7 +205,7 @@ def _negated(score: Score) -> Score:
     return negated
 
 
-_SCORES: Mapping[tuple[bool, int], Score] = MappingProxyType(
+_SCORES: Mapping[tuple[bool, int], RowScores] = MappingProxyType(
     {
         (False, 1): _projection,
         (False, -1): _negated(_projection),

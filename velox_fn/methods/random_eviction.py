@@ -4,7 +4,6 @@ A row's score is a hash of (seed, layer, head, position), uniform in [0, 1). It 
 batch or on how the tokens were split into calls, so a run can be repeated and the kept set is chunk-invariant.
 """
 
-import functools
 from typing import TypeVar
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.select import Scores
-from velox_fn.engine.static import Params, Score, static_eviction
+from velox_fn.engine.static import Params, static_eviction
 
 _ALL = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, mx.array)  # an array of uint32
@@ -42,27 +41,23 @@ def random_eviction(
             raise ValueError(f"{name} must be below 2**32, got {value}")
     method = static_eviction(
         "random",
-        _lot(**draws),
+        _drawn,
         budget=budget,
         n_sink=n_sink,
         recent=recent,
         rollback=rollback,
+        numbers=(mx.array(_mixed(_mixed(draws["seed"]) ^ draws["layer"]), mx.uint32), mx.array(first_head, mx.uint32)),
         settings=draws,
     )
     return at_intervals(method, interval)
 
 
-@functools.cache
-def _lot(seed: int, layer: int, first_head: int) -> Score:
-    # One function object per (seed, layer, first_head), since compiled steps are kept by their score function.
-    def score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
-        heads = range(first_head, first_head + keys.shape[1])
-        of_head = mx.array([_mixed(_mixed(_mixed(seed) ^ layer) ^ head) for head in heads], mx.uint32)  # a constant
-        drawn = _mixed(of_head[:, None] ^ positions.astype(mx.uint32))
-        uniform = (drawn >> 8).astype(mx.float32) * 2.0**-24  # 24 bits: exact in float32
-        return Scores(uniform, unseen=(keys, values))
-
-    return score
+def _drawn(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
+    of_layer, first_head = params  # uint32 [B,1,1]
+    heads = first_head + mx.arange(keys.shape[1], dtype=mx.uint32)[:, None]
+    drawn = _mixed(_mixed(of_layer ^ heads) ^ positions.astype(mx.uint32))
+    uniform = (drawn >> 8).astype(mx.float32) * 2.0**-24  # 24 bits: exact in float32
+    return Scores(uniform, unseen=(keys, values))
 
 
 def _mixed(bits: _Bits) -> _Bits:

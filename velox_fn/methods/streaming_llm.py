@@ -43,7 +43,6 @@ def streaming_llm(
         _recency,
         budget=budget,
         n_sink=n_sink,
-        recent=0,
         rollback=rollback,
         use_metal_kernels=False,  # their ties go to the lower position
     )
@@ -63,8 +62,7 @@ def streaming_llm(
             view = gap_free_view(state.store, after.store, view, keys.shape[2], valid, spec)
         return after, view
 
-    settings = {name: value for name, value in plain.settings.items() if name != "recent"}
-    settings |= {"renumber": renumber, "rope": None if spec is None else spec.plain()}
+    settings = {**plain.settings, "renumber": renumber, "rope": None if spec is None else spec.plain()}
     shown = None if spec is None else functools.partial(gap_free, rope=spec)
     return at_intervals(dataclasses.replace(plain, update=update, settings=settings, shown=shown), interval)
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from velox_cache import KVCacheConfig
-from velox_fn import METHODS
+from velox_cache.compat.config import PREFIXES
 
 
 def test_defaults_are_those_of_the_seeds():
@@ -14,12 +14,12 @@ def test_defaults_are_those_of_the_seeds():
     assert config.settings() == {"budget": 512, "n_sink": 4, "recent": 0, "calib_tokens": 128, "sign": 1}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PREFIXES)
 def test_every_method_can_be_configured(method):
     assert KVCacheConfig(method=method).eviction().name == method
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PREFIXES)
 def test_every_method_has_its_budget_here(method):
     assert "budget" in KVCacheConfig(method=method).settings()
 
@@ -35,6 +35,7 @@ def test_settings_reach_the_method():
         "rollback": 0,
         "calib_tokens": 32,
         "sign": -1,
+        "interval": 1,
     }
 
 

@@ -48,6 +48,7 @@ def test_config_reaches_the_method():
         "window": 7,
         "mean": True,
         "solver": "eigh",
+        "interval": 1,
     }
 
 

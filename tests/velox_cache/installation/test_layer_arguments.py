@@ -9,10 +9,9 @@ from calibrated import needed_calibration
 
 from velox_cache import EvictingKVCache, KVCacheBuilder, KVCacheConfig, QFiltersCalibration, calibrate, install
 from velox_cache.compat.config import PREFIXES
-from velox_cache.installation.layer_arguments import takes_calibration
 from velox_fn import METHODS
 from velox_fn.methods.fusion import TERMS
-from velox_fn.registry import ALIASES
+from velox_fn.registry import ALIASES, method_named
 
 TEXT = "The cache holds what attention will read again, and nothing that it will not. " * 4
 CALIBRATED = {
@@ -30,7 +29,7 @@ def calibration(tiny_model, tokenizer):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_only_methods_that_score_by_calibrated_arrays_take_a_calibration(method):
-    assert takes_calibration(METHODS[method]) == (method in CALIBRATED)
+    assert bool(method_named(method).calibrated) == (method in CALIBRATED)
 
 
 @pytest.mark.parametrize("method", CALIBRATED)

@@ -4,9 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from velox_fn import arrays, kept_positions, qfilters
+from velox_fn import arrays, kept_positions, qfilters, random_eviction
 from velox_fn.engine.select import Scores
-from velox_fn.engine.static import static_eviction
+from velox_fn.engine.static import _STEPS, _compiled_ranks, _compiled_step, static_eviction
 
 H, D, BUDGET = 4, 64, 1024
 ROWS = 2 * H * (BUDGET + 1) * D * 4  # bytes of the keys and values of a store
@@ -42,13 +42,58 @@ def test_steps_over_budget_are_traced_once():
 
 def test_a_method_made_anew_uses_the_steps_that_are_compiled_already():
     # A cache per layer and per generation must not trace each by itself.
-    from velox_fn.engine.static import _compiled_step
-
     filters = mx.ones((H, D))
     decoding(qfilters(budget=BUDGET, filters=filters))
     before = _compiled_step.cache_info().misses
     decoding(qfilters(budget=BUDGET, filters=2 * filters))
     assert _compiled_step.cache_info().misses == before
+
+
+def test_seeds_and_row_counts_leave_no_compiled_step_each():
+    decoding(random_eviction(budget=8), 20)
+    kept = [cache.cache_info().misses for cache in (_compiled_step, _compiled_ranks)]
+    for seed in range(50):
+        decoding(random_eviction(budget=60, seed=seed, n_sink=seed % 5, recent=seed), 70)
+    assert [cache.cache_info().misses for cache in (_compiled_step, _compiled_ranks)] == kept
+
+
+def test_score_functions_made_anew_leave_a_limited_number_of_steps():
+    def made():
+        return lambda keys, values, positions, params: keys.astype(mx.float32).sum(-1)
+
+    for _ in range(_STEPS + 3):
+        method = static_eviction("closure", made(), budget=4, n_sink=0)
+        state = method.init(1, 1, 2)
+        for _ in range(7):
+            state, _ = method.update(state, mx.ones((1, 1, 1, 2)), mx.ones((1, 1, 1, 2)))
+    assert _compiled_step.cache_info().currsize <= _STEPS
+
+
+def test_a_plain_array_is_a_score_and_rows_that_are_not_finite_lose():
+    def score(keys, values, positions, params):
+        return mx.broadcast_to(positions.astype(mx.float32) * params[0], keys.shape[:3])
+
+    method = static_eviction("plain", score, budget=6, n_sink=1, numbers=(2.0,))
+    rows = np.ones((1, H, 30, 4), np.float32)
+    keys, values = rows.copy(), rows.copy()
+    keys[:, :, 26, 1], values[:, :, 28, 0] = np.nan, np.inf
+    for calls in ([30], [1] * 30, [10, 1, 1, 18]):
+        state, start = method.init(1, H, 4), 0
+        for n in calls:
+            part = slice(start, start + n)
+            state, _ = method.update(state, mx.array(keys[:, :, part]), mx.array(values[:, :, part]))
+            start += n
+        assert np.array(kept_positions(state)).tolist() == [[[0, 23, 24, 25, 27, 29]] * H]
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda k: k.sum(-1).astype(mx.float16), lambda k: k, lambda k: k.sum(-1)[:, :1], list]
+)
+def test_a_score_of_another_shape_is_refused_with_words(wrong):
+    method = static_eviction("wrong", lambda keys, values, positions, params: wrong(keys), budget=6)
+    keys = mx.ones((1, H, 3, 4))
+    with pytest.raises(ValueError, match=r"must return float32 \[B,H,S\] = \(1, 4, 3\)"):
+        method.update(method.init(1, H, 4), keys, keys)
 
 
 def peak_beyond(run):

@@ -1,0 +1,116 @@
+"""A method as the registry holds it: its factory, and what whoever installs it must know beforehand."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from velox_fn.engine import checks
+from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.interval import at_intervals
+
+ROPES = (None, "to renumber", "when read")
+PLACES = ("layer", "first_head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A factory, by a name, and facts of it that its arguments alone do not tell.
+
+    The arguments of the factory are keywords with defaults, `budget` among them; those that are no calibrated array and
+    no place are the method's settings. Raises ValueError when a fact names an argument that the factory does not take.
+    """
+
+    name: str | None
+    """That of the Evictions that it makes. None, for a factory that is not registered, does not look."""
+    factory: Callable[..., Eviction]
+    calibrated: tuple[str, ...] = ()
+    """The arguments that come from a calibration, arrays [H,...] of one layer: among filters, mean_keys, query_mean,
+    query_cov, weights, means, deviations."""
+    needs_calibration: bool = False
+    """It can do nothing without them."""
+    fuses: bool = False
+    """Its settings `terms` and `combine` say which columns of means, deviations and weights it takes, as in fusion."""
+    recent: bool = False
+    """It has the setting `recent`, which `install` may set where the user does not."""
+    rollback: bool = False
+    """It has the setting `rollback`: a row is scored once, so that tokens can be taken back after evictions."""
+    place: tuple[str, ...] = ()
+    """Those of "layer" and "first_head" that it takes: where in the whole model a cache stands."""
+    rope: str | None = None
+    """When it takes `rope`, the model's rotary embedding: "to renumber", with its setting renumber=True; "when read",
+    without a calibration and where it can be read; None, never."""
+    pools_heads: bool = False
+    """It scores a row by all heads of its layer together."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.factory):
+            raise ValueError(
+                f"a factory is a function that returns an Eviction, got {type(self.factory).__name__}; to use an "
+                "Eviction as it is, give it to install or EvictingKVCache"
+            )
+        checks.one_of("rope", self.rope, ROPES)
+        flags = {"recent": self.recent, "rollback": self.rollback, "rope": self.rope is not None}
+        fused = ("terms", "combine") if self.fuses else ()
+        told = ("budget", *self.calibrated, *self.place, *fused, *(name for name, has in flags.items() if has))
+        unknown = [name for name in self.place if name not in PLACES]
+        if unknown:
+            raise ValueError(f"place holds some of {', '.join(PLACES)}, got {', '.join(unknown)}")
+        bare = [name for name, default in self.defaults.items() if default is inspect.Parameter.empty]
+        if bare:
+            raise ValueError(
+                f"the arguments {', '.join(bare)} of the factory of {self.label} have no default; give them one, "
+                "such as budget=512 or None"
+            )
+        lacking = [name for name in told if name not in self.defaults]
+        if lacking:
+            raise ValueError(
+                f"the factory of {self.label} takes no argument {', '.join(lacking)}; its arguments are "
+                f"{', '.join(self.defaults) or 'none'}; give it budget, and what its facts name"
+            )
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.name or str(getattr(self.factory, "__name__", "this method"))
+
+    @functools.cached_property
+    def defaults(self) -> Mapping[str, Any]:
+        """The factory's arguments by name, with their defaults. A factory is asked for its signature here only."""
+        parameters = inspect.signature(self.factory).parameters.values()
+        named = [one for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        return MappingProxyType({one.name: one.default for one in named})
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What a user may set, with defaults: every argument but the calibrated arrays and the place."""
+        filled = (*self.calibrated, *self.place)
+        own = {name: default for name, default in self.defaults.items() if name not in filled}
+        return MappingProxyType({**own, "interval": own.get("interval", 1)})
+
+    def make(self, **arguments: Any) -> Eviction:
+        """The Eviction with these arguments. `interval` may be among them also where the factory does not take it.
+
+        Raises ValueError as the factory does, and when what it returns cannot be made anew from its name and settings,
+        as loading a saved cache does.
+        """
+        interval = {} if "interval" in self.defaults else {"interval": arguments.pop("interval", 1)}
+        made = self.factory(**arguments)
+        if not isinstance(made, Eviction):
+            raise ValueError(f"the factory of {self.label} must return an Eviction, got {type(made).__name__}")
+        if self.name not in (None, made.name):
+            raise ValueError(
+                f"the factory registered as {self.name!r} makes an Eviction called {made.name!r}; give both one name, "
+                "by which a saved cache finds its method"
+            )
+        if interval:
+            made = at_intervals(made, **interval)
+        unknown = [name for name in (*made.settings, *made.params) if name not in (*self.defaults, *interval)]
+        if unknown:
+            raise ValueError(
+                f"the settings of {self.label} hold {', '.join(unknown)}, which its factory does not take: settings "
+                "and params are the factory's own arguments, so that a saved cache can be made anew from them"
+            )
+        return made
