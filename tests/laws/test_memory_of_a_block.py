@@ -2,9 +2,10 @@
 
 import mlx.core as mx
 import pytest
-from cases import CASES, D_V, Case, D, H, block
+from cases import CASES, D_V, Case, D, H
 
 from velox_fn import arrays
+from velox_fn.testing import block
 
 N_TOKENS, N_BLOCKS = 128, 60
 BY_BLOCK = [case for case in CASES if case.arguments.get("granularity") != "token"]  # which is many single steps

@@ -1,7 +1,7 @@
 """Calibrate Q-Filters: run text through a model, gather its queries, keep one direction per KV head."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -42,6 +42,7 @@ def calibrate(
     model_id: str | None = None,
     dataset: str | None = None,
     progress: bool = True,
+    advance: Callable[[int], object] = lambda n_tokens: None,
     group: Group | None = None,
 ) -> QFiltersCalibration:
     """Filters of `model`, from the queries it makes of `texts`, and the statistics that other methods score by.
@@ -53,7 +54,8 @@ def calibrate(
     paper (arXiv:2503.02812, section 4.2) samples 3,000 per head.
 
     A layer gets a filter when its attention reads a plain KVCache, also inside a CacheList; the others get None. It
-    works whether or not evicting caches are installed on the model. `progress` shows a bar on stderr.
+    works whether or not evicting caches are installed on the model. `progress` shows a bar on stderr;
+    `advance` is called with the tokens done.
 
     group: ranks that each hold the whole model, call this with the same arguments and share out the sequences; some may
     get none. Ranks that hold a model together (`model.shard`, `model.model.pipeline`) need no group: each runs every
@@ -80,7 +82,8 @@ def calibrate(
     everyone = shard.group or group
     own = sequences if apart is None else own_share(sequences, apart, cost=len)
     with failing_together(apart):
-        sums = _layer_sums(model, own, prefill_step_size, progress and (everyone is None or everyone.rank() == 0))
+        shown = progress and (everyone is None or everyone.rank() == 0)
+        sums = _layer_sums(model, own, prefill_step_size, shown, advance)
     if everyone is not None:
         sums, layout = whole_model_sums(sums, layout, model, shard, everyone)
     filters = [_layer_filter(i, sums[i]) if i in sums else None for i in range(len(layout))]
@@ -221,13 +224,18 @@ def _observed_blocks(
 
 
 def _layer_sums(
-    model: nn.Module, sequences: Sequence[Sequence[int]], prefill_step_size: int, progress: bool
+    model: nn.Module,
+    sequences: Sequence[Sequence[int]],
+    prefill_step_size: int,
+    progress: bool,
+    advance: Callable[[int], object] = lambda n_tokens: None,
 ) -> dict[int, LayerSums]:
     sums: dict[int, LayerSums] = {}
     for block in _observed_blocks(model, sequences, prefill_step_size, progress):
         for call in block:
             sums[call.layer] = with_block(sums.get(call.layer), call)
         mx.eval([layer.arrays() for layer in sums.values()])
+        advance(block[0].queries.shape[2])
     return sums
 
 

@@ -1,4 +1,4 @@
-"""Fetch a small model, calibrate its Q-Filters, and run it under several caches side by side.
+"""Fetch a small model, calibrate it, and run it under several caches side by side.
 
 Nothing is staged: a model this small may well lose the planted fact in a small cache, and the table says so.
 """
@@ -6,8 +6,8 @@ Nothing is staged: a model this small may well lose the planted fact in a small 
 import argparse
 import os
 import platform
-import sys
 import time
+from functools import partial
 
 EXAMPLES = """examples:
   velox demo
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budgets", type=_budgets, default=(512, 256), metavar="N,N", help="rows to keep (default: 512,256)"
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=3072, metavar="N", help="tokens to calibrate on (default: 3072)"
+        "--calibration-tokens", type=int, default=2048, metavar="N", help="tokens to calibrate on (default: 2048)"
     )
 
 
@@ -35,16 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     from velox_cache import calibrate, save_qfilters
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.cli.model_argument import load_model, model_id
-    from velox_cache.cli.progress import progress_bar
-    from velox_cache.evaluation import Arm
-    from velox_cache.evaluation.demo import (
-        Workload,
-        compare_arms,
-        default_arms,
-        demo_prompt,
-        results_table,
-        tokens_per_arm,
-    )
+    from velox_cache.cli.progress import told_progress
+    from velox_cache.evaluation.demo import Workload, compare_arms, comparison_work, default_arms, results_table
     from velox_cache.models import SOURCES, default_cache_dir, fetch_model
 
     console = Console()
@@ -56,41 +48,43 @@ def run(arguments: argparse.Namespace) -> int:
     name = model_id(model_path)
     console.print(f"[bold]{name}[/bold], {platform.machine()}, {os.cpu_count()} CPU cores")
 
-    at = time.perf_counter()
-    calibration = calibrate(
-        model,
-        tokenizer,
-        calibration_texts(),
-        max_tokens=arguments.calibration_tokens,
-        model_id=name,
-        dataset=SOURCE,
-        progress=sys.stderr.isatty(),
-    )
+    workload, arms = Workload(), default_arms(arguments.budgets)
     filters = default_cache_dir().parent / "filters" / f"{name.replace('/', '--')}.npz"
     filters.parent.mkdir(parents=True, exist_ok=True)
-    save_qfilters(calibration, filters)
-    console.print(
-        f"calibrated on {calibration.n_tokens:,} tokens of {SOURCE} in {time.perf_counter() - at:.0f} s: {filters}",
-        soft_wrap=True,
-    )
-
-    workload, arms = Workload(), default_arms(arguments.budgets)
-    with progress_bar() as bar:
-        task = bar.add_task("", total=len(arms) * tokens_per_arm(tokenizer, workload))
-
-        def advance(arm: Arm, n_tokens: int) -> None:
-            bar.update(task, description=arm.label, advance=n_tokens)
-
-        results = compare_arms(model, tokenizer, calibration, arms, workload, advance)
+    with told_progress(arguments.calibration_tokens + comparison_work(tokenizer, workload)) as report:
+        calibration = calibrate(
+            model,
+            tokenizer,
+            calibration_texts(),
+            max_tokens=arguments.calibration_tokens,
+            prefill_step_size=128,  # for progress to be seen
+            model_id=name,
+            dataset=SOURCE,
+            progress=False,
+            advance=partial(report, "calibrating"),
+        )
+        save_qfilters(calibration, filters)
+        results = compare_arms(model, tokenizer, calibration, arms, workload, report)
     console.print(results_table(results))
     console.print(
-        f"Long prompt: {len(demo_prompt(tokenizer, workload)):,} tokens of {SOURCE}, the fact after the first tenth; "
-        f"{workload.n_answer} tokens decoded greedily. Perplexity and next token: {workload.n_scored} held-out tokens, "
-        f"one by one, after {workload.n_context:,} others. Each method always keeps the first 4 rows and the latest "
-        f"three quarters, or as many as its row says. Caches ran one after another, so tok/s moves with the machine. "
+        f"Rows and MiB: after a prompt of {results[0].answer.prompt_tokens:,} tokens of {SOURCE}, the fact after the "
+        f"first tenth, at most {workload.n_answer} tokens answered. Perplexity and next token: {workload.n_scored} "
+        f"held-out tokens, one by one, after {workload.n_context:,} others. The first 4 rows and the latest three "
+        f'quarters are always kept. What is not kept is gone: "lost" is what a cache of that size, and a model of '
+        f"this, does to a fact long ago. Calibrated on {calibration.n_tokens:,} tokens. "
         f"Total {time.perf_counter() - began:.0f} s."
     )
+    console.print("\n".join(next_steps(arguments.model, str(filters), max(arguments.budgets))), soft_wrap=True)
     return 0
+
+
+def next_steps(model: str, filters: str, budget: int) -> list[str]:
+    """What to type next: text from the recommended cache, all methods on one's own model, and the same in Python."""
+    return [
+        f'velox generate {model} --method fusion --filters {filters} --budget {budget} --prompt "Why is the sky blue?"',
+        f"velox compare {model} --filters {filters} --budgets {budget}    # measured at length, task by task",
+        f'install(model, "fusion", budget={budget}, filters="{filters}")    # in Python: README, "In mlx_lm"',
+    ]
 
 
 def _budgets(text: str) -> tuple[int, ...]:

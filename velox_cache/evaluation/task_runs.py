@@ -64,12 +64,11 @@ def run_task(
     arms of one budget keep different numbers of rows.
     """
     encoded = make_prompt(tokenizer, prompt)
-    prefill = shared_prefill(model, encoded.tokens[:-1])
+    prefill = shared_prefill(model, encoded.tokens[:-1], advance=advance)
     caches = [prefill.into(make()) for make in makers]
     check_equal_rows(arms, caches)
     usages = [cache_usage(cache) for cache in caches]
     kept = [evidence_kept(cache, encoded.evidence) for cache in caches]
-    advance(prefill.n_tokens)
     found = np.array(_greedy(model, tokenizer, caches, encoded.tokens[-1], n_reply, advance))
     replies = [_until_end(tokenizer, row.tolist()) for row in found.T]
     return [

@@ -49,8 +49,7 @@ def read_arms(
         raise ValueError(
             f"n_context must be at least 2 and leave tokens to predict, got {n_context} for {len(tokens)} tokens"
         )
-    prefill = shared_prefill(model, tokens[: n_context - 1])
-    advance(n_context - 1)
+    prefill = shared_prefill(model, tokens[: n_context - 1], advance=advance)
     caches = [prefill.into(make()) for make in makers]
     losses, same, divergences = [], [], []
     with side_by_side(model, caches) as step:

@@ -6,7 +6,7 @@ in as it would have: what follows equals a prefill of its own in one block.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +54,13 @@ class SharedPrefill:
         return cache
 
 
-def shared_prefill(model: nn.Module, tokens: Sequence[int]) -> SharedPrefill:
+def shared_prefill(
+    model: nn.Module, tokens: Sequence[int], *, advance: Callable[[int], object] = lambda n_tokens: None
+) -> SharedPrefill:
     """Run `tokens` through `model` in one block, with the model's own caches.
 
-    Holds the queries, keys and values of all layers. Raises ValueError when there is no token, or when the model's
+    Holds the queries, keys and values of all layers. `advance` is called with the tokens done: layer by layer, each
+    counting for its share of them. Raises ValueError when there is no token, or when the model's
     queries cannot be observed.
     """
     if not tokens:
@@ -66,7 +69,11 @@ def shared_prefill(model: nn.Module, tokens: Sequence[int]) -> SharedPrefill:
     calls: list[LayerQueries] = []
     for block in observed_prefill(model, tokens, len(tokens), caches=caches):
         calls.extend(block)
-        mx.eval([(call.queries, call.keys, call.values) for call in block])
+        for done, call in enumerate(block):
+            mx.eval(call.queries, call.keys, call.values)
+            advance((done + 1) * len(tokens) // len(block) - done * len(tokens) // len(block))
+    if not calls:
+        advance(len(tokens))
     return SharedPrefill(len(tokens), tuple(calls), tuple(with_parts(cache, _plain) for cache in caches))
 
 

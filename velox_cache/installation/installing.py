@@ -23,9 +23,11 @@ from velox_cache.installation.layer_budgets import (
     layer_budgets,
     takes_own_masks,
 )
+from velox_cache.installation.own_part import part_of_budgets, part_of_calibration
 from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.introspection.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
+from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import ModelShard, model_shard
 from velox_cache.known_methods import as_method
 from velox_fn.engine import checks

@@ -3,33 +3,22 @@
 import io
 
 import pytest
+from letters import Letters
 from rich.console import Console
 
 from velox_cache import calibrate
 from velox_cache.calibration.texts import calibration_texts, filler_text, held_out_text
-from velox_cache.evaluation.demo import Arm, Workload, compare_arms, default_arms, results_table, tokens_per_arm
+from velox_cache.evaluation import Arm
+from velox_cache.evaluation.demo import Workload, compare_arms, comparison_work, default_arms, results_table
 from velox_cache.installation.installing import InstalledCaches
 from velox_fn.registry import METHODS
 
 SMALL = Workload(n_filler=60, n_answer=6, n_context=40, n_scored=10)
 
 
-class Characters:
-    """One token per character, as far as the tiny model has tokens."""
-
-    has_chat_template = False
-    eos_token_ids = frozenset({0})
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(character) % 97 for character in text[:2000]]
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(chr(token + 32) for token in tokens)
-
-
-def compared(model, arms, advance=lambda arm, n_tokens: None):
-    calibration = calibrate(model, Characters(), ["some text " * 40], progress=False)
-    return compare_arms(model, Characters(), calibration, arms, SMALL, advance)
+def compared(model, arms, advance=lambda what, work: None):
+    calibration = calibrate(model, Letters(), ["some text " * 40], progress=False)
+    return compare_arms(model, Letters(), calibration, arms, SMALL, advance)
 
 
 @pytest.fixture
@@ -39,12 +28,13 @@ def results(tiny_model):
 
 def test_the_full_cache_agrees_with_itself(results):
     assert results[0].arm.method is None
-    assert results[0].fidelity.agreement == 1
+    assert results[0].reading.fidelity.agreement == 1
     assert results[0].answer.usage.compression == 1
+    assert results[0].answer.evidence_kept == 1
 
 
 def test_bounded_arms_are_compared_with_the_full_cache(results):
-    assert all(result.fidelity.kl_divergence > 0 for result in results[1:])
+    assert all(result.reading.fidelity.kl_divergence > 0 for result in results[1:])
 
 
 def test_every_bounded_arm_keeps_its_budget(results):
@@ -55,8 +45,9 @@ def test_every_bounded_arm_keeps_its_budget(results):
 
 def test_a_budget_that_holds_everything_changes_nothing(tiny_model):
     full, roomy = compared(tiny_model(), [Arm("full"), Arm("roomy", "qfilters", {"budget": 5000})])
-    assert (roomy.answer.text, roomy.perplexity) == (full.answer.text, full.perplexity)
-    assert roomy.fidelity.kl_divergence == pytest.approx(0, abs=1e-6)
+    assert roomy.answer.reply == full.answer.reply
+    assert roomy.reading.perplexity == pytest.approx(full.reading.perplexity, rel=1e-5)
+    assert roomy.reading.fidelity.kl_divergence == pytest.approx(0, abs=1e-6)
 
 
 def test_the_model_has_its_own_caches_back_afterwards(tiny_model):
@@ -65,11 +56,16 @@ def test_the_model_has_its_own_caches_back_afterwards(tiny_model):
     assert not isinstance(model.__dict__.get("make_cache"), InstalledCaches)
 
 
-def test_progress_ends_at_the_announced_count(tiny_model):
-    counts = {}
-    arms = [Arm("full")]
-    compared(tiny_model(), arms, lambda arm, n: counts.update({arm.label: counts.get(arm.label, 0) + n}))
-    assert counts == {"full": tokens_per_arm(Characters(), SMALL)}
+def test_progress_ends_at_the_announced_work(tiny_model):
+    done = []
+    compared(tiny_model(), default_arms([16]), lambda what, work: done.append((what, work)))
+    assert sum(work for _, work in done) == comparison_work(Letters(), SMALL)
+    assert list(dict.fromkeys(what for what, _ in done)) == [
+        "reading a long prompt",
+        "answering from 3 caches side by side",
+        "reading a passage",
+        "predicting it from 3 caches side by side",
+    ]
 
 
 def test_the_first_arm_must_be_the_full_cache(tiny_model):
@@ -80,8 +76,7 @@ def test_the_first_arm_must_be_the_full_cache(tiny_model):
 def test_arms_are_methods_times_budgets():
     arms = default_arms([24, 16])
     assert {arm.method for arm in arms[1:]} <= set(METHODS)
-    assert [arm.settings["budget"] for arm in arms if arm.method == "qfilters"] == [24, 16]
-    assert [arm.settings for arm in arms if "recent" in arm.settings] == [{"budget": 24, "recent": 6}]
+    assert [arm.settings for arm in arms if arm.method == "fusion"] == [{"budget": 24}, {"budget": 16}]
 
 
 def test_the_table_has_a_row_for_each_arm(results):
@@ -111,5 +106,6 @@ def test_a_small_demo_on_a_real_model(smollm2):
     )
     assert full.found
     assert bounded.answer.usage.rows_kept == 96
-    assert full.perplexity < bounded.perplexity * 1.2
-    assert 0 < bounded.fidelity.agreement <= 1
+    assert bounded.answer.evidence_kept < 1
+    assert full.reading.perplexity < bounded.reading.perplexity * 1.2
+    assert 0 < bounded.reading.fidelity.agreement <= 1
