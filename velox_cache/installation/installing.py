@@ -146,7 +146,7 @@ def install(
 
     Only layers with a plain full-attention cache are bounded; the report says what happened to each. A second install
     replaces the first; `uninstall` undoes it. With true queries the model runs once, on two tokens, to see that each
-    bounded layer shows its queries.
+    bounded layer shows its queries; for a method that turns keys it runs twice more, to see how (`ModelRopes`).
 
     Raises ValueError when the method or a setting is unknown or cannot work, when filters do not fit the model, when no
     layer can be bounded, or when true queries are asked for and the model's attention cannot be tapped.
