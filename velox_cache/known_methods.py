@@ -21,6 +21,7 @@ def method_named(name: str) -> Method:
         for entry in entry_points(group=GROUP):
             if entry.name == name:
                 _register(entry)
+    if registry.find_method(name) is None:
         known_methods()  # so that the message lists what is installed too
     return registry.method_named(name)
 

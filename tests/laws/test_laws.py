@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from velox_fn import METHODS, arrays, kept_positions, kv
 from velox_fn.engine.records import statics
+from velox_fn.registry import BUILT_IN
 from velox_fn.testing import (
     LAWS,
     LAYER,
@@ -184,7 +185,7 @@ def test_settings_may_be_whole_numbers_of_any_type(case, whole):
         return whole(value) if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else value
 
     plain = case.make()
-    factory = METHODS[case.method]
+    factory = BUILT_IN[case.method].make
     settings = {name: other(value) for name, value in plain.settings.items()}
     method = factory(**settings, **plain.params)
     assert json.dumps(method.settings) == json.dumps(dict(plain.settings))

@@ -308,8 +308,9 @@ def _check_names(method: Method, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if name == "rollback" and not method.rollback and name not in method.settings:
             raise ValueError(
-                f"rollback={value} cannot work with {method.label}: its scores accumulate with every query, so tokens "
-                "that are taken back have already changed them; use a method that scores a row once, such as qfilters"
+                f"rollback={value} cannot work with {method.label}, which has no such setting: its scores change with "
+                "every call, which cannot be taken back, or it keeps no rows aside; use one that has it, such as "
+                "qfilters"
             )
         if name not in method.settings:
             raise ValueError(f"{method.label} has no setting {name!r}; its settings are {', '.join(method.settings)}")

@@ -70,7 +70,8 @@ class Eviction:
     """A method, ready to use.
 
     `settings` (plain JSON) and `params` (arrays) are the arguments of the method's factory, by name. They decide
-    whether two caches may be merged, and rebuild the method from a saved file. `static` says that a row's score is
+    whether two caches may be merged, and rebuild the method from a saved file. `interval` is a setting of every method
+    (1 where it is not given). `static` says that a row's score is
     computed once, from the row alone: the kept set then does not depend on how tokens are split into calls.
     """
 
@@ -92,7 +93,8 @@ class Eviction:
 
     def __post_init__(self) -> None:
         # Headers are JSON, which knows no numpy.
-        object.__setattr__(self, "settings", {name: checks.plain(value) for name, value in self.settings.items()})
+        settings = {name: checks.plain(value) for name, value in self.settings.items()}
+        object.__setattr__(self, "settings", {**settings, "interval": settings.get("interval", 1)})
 
     @functools.cached_property
     def states_fit(self) -> None:

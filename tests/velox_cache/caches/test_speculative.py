@@ -14,10 +14,11 @@ from mlx_lm.models.cache import make_prompt_cache
 import velox_cache as vc
 from velox_cache.models import default_cache_dir
 from velox_fn import METHODS, kept_positions, kv
-from velox_fn.registry import method_factory
+from velox_fn.registry import BUILT_IN, method_factory
 
 PROMPT = [(13 * i) % 97 for i in range(60)]
-STATIC = [name for name in METHODS if method_factory(name)().static and name != "qfilters"]
+# Those that take tokens back without a calibration, and without a warm-up.
+STATIC = [name for name, method in BUILT_IN.items() if method.rollback and method.make().static and name != "qfilters"]
 
 
 class Replayed(vc.EvictingKVCache):
