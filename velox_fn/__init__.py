@@ -30,6 +30,7 @@ from velox_fn.methods.snapkv import snapkv
 from velox_fn.methods.streaming_llm import streaming_llm
 from velox_fn.methods.tova import tova
 from velox_fn.registry import METHODS
+from velox_fn.version import __version__
 
 __all__ = [
     "METHODS",
@@ -39,6 +40,7 @@ __all__ = [
     "QFiltersState",
     "RopeSpec",
     "StaticScorer",
+    "__version__",
     "arrays",
     "at_intervals",
     "average_gqa_filters",
