@@ -13,6 +13,7 @@ from .installation.installing import InstallReport, install, uninstall
 from .introspection.plan import LayerPlan, plan_layers
 from .introspection.query_tap import observe_queries
 from .learning.weight_search import SearchOutcome, search_weights
+from .version import __version__
 
 __all__ = [
     "CurDKVKVCache",
@@ -25,6 +26,7 @@ __all__ = [
     "QFiltersCalibration",
     "QFiltersKVCache",
     "SearchOutcome",
+    "__version__",
     "average_gqa_filters",
     "calibrate",
     "collect_query_activations",

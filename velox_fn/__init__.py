@@ -36,6 +36,7 @@ from velox_fn.methods.snapkv import snapkv
 from velox_fn.methods.streaming_llm import streaming_llm
 from velox_fn.methods.tova import tova
 from velox_fn.registry import METHODS, all_methods, register, unregister
+from velox_fn.version import __version__
 
 __all__ = [
     "METHODS",
@@ -51,6 +52,7 @@ __all__ = [
     "StaticScorer",
     "StaticState",
     "Store",
+    "__version__",
     "all_methods",
     "arrays",
     "at_intervals",

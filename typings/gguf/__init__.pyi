@@ -1,4 +1,4 @@
-"""The part of gguf that velox_cache/models uses; gguf itself is an optional dependency."""
+"""The part of gguf that velox_cache/models uses."""
 
 from enum import IntEnum
 from os import PathLike

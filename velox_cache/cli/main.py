@@ -58,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(given: Sequence[str], rank: str, errors: TextIO) -> int:
     parser = argument_parser(next((word for word in given if word in COMMANDS), None))
     arguments = parser.parse_args(given)
+    if arguments.version:
+        from velox_cache import __version__
+
+        print(f"velox {__version__}")
+        return 0
     if arguments.command is None:
         parser.print_help()
         return 0
@@ -87,6 +92,7 @@ def argument_parser(command: str | None = None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.add_argument("--version", action="store_true", help="say the version of velox-kv")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, summary in COMMANDS.items():
         if name != command:

