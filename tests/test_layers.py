@@ -128,7 +128,8 @@ ROOMS = {
     "learning": {"file_checks", "calibration", "harness"},
     "evaluation": {"known_methods", "distributed", "caches", "introspection", "calibration", "installation", "harness"},
     "bench": {"known_methods", "file_checks", "caches", "introspection", "calibration", "installation"},
-    "serve": {"installation", "introspection", "caches"},
+    "serving": {"installation", "introspection", "caches"},
+    "serve": {"serving", "installation", "introspection", "caches"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}
 

@@ -7,13 +7,17 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.server
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
-from mlx_lm.server import ModelProvider, ResponseGenerator
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.server import ModelProvider
+
+from velox_cache.serving.failures import FailureHandler
+from velox_cache.serving.generation import ServingGenerator
+from velox_cache.serving.prompt_prefixes import PromptPrefixes
 
 Install = Callable[[nn.Module], object]
 """Puts evicting caches into a loaded model; what it returns is logged."""
@@ -48,35 +52,6 @@ class EvictingModelProvider(ModelProvider):
         self.is_batchable = all(hasattr(cache, "merge") for cache in make_prompt_cache(self.model))
 
 
-class ClosingGenerator(ResponseGenerator):
-    """mlx_lm's generation thread, which takes its streams down when it ends: left over, they abort the process."""
-
-    def _generate(self) -> None:
-        try:
-            super()._generate()
-        finally:
-            mx.clear_streams()
-
-
-class PromptPrefixes(LRUPromptCache):
-    """mlx_lm's store of used prompt caches, which always leaves a token to run the model on.
-
-    mlx_lm's server ends when a prompt is, to the last token, one whose cache it has: it asks for a batch row without
-    tokens. Caches that can be trimmed seldom meet this, since their prefixes are dropped; those that have evicted do.
-    """
-
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
-        """A copy of the cache of the longest known proper prefix of `tokens`, and the tokens that are not in it."""
-        cache, rest = super().fetch_nearest_cache(model, tokens)
-        if cache is None or rest:
-            return cache, rest
-        if can_trim_prompt_cache(cache):
-            trim_prompt_cache(cache, 1)
-            return cache, tokens[-1:]
-        cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
-        return cache, rest + tokens[-1:]
-
-
 def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> None:
     """Run mlx_lm.server for `model` in the main thread, until interrupted.
 
@@ -87,20 +62,21 @@ def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> N
     Raises what loading or `install` raised, and ValueError for a draft model: speculative decoding needs a rollback.
     """
     provider: list[EvictingModelProvider] = []
-    generator: list[ClosingGenerator] = []
+    generator: list[ServingGenerator] = []
 
     def make_provider(cli_args: argparse.Namespace) -> EvictingModelProvider:
         provider.append(EvictingModelProvider(cli_args, install))
         return provider[0]
 
-    def make_generator(*arguments: Any) -> ClosingGenerator:
-        generator.append(ClosingGenerator(*arguments))
+    def make_generator(*arguments: Any) -> ServingGenerator:
+        generator.append(ServingGenerator(*arguments))
         return generator[0]
 
     parts: dict[str, Callable[..., Any]] = {
         "ModelProvider": make_provider,
         "ResponseGenerator": make_generator,
         "LRUPromptCache": PromptPrefixes,
+        "_run_http_server": partial(mlx_lm.server._run_http_server, handler_class=FailureHandler),
     }
     with _standing_in(["--model", model, *server_options], parts):
         try:

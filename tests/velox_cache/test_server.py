@@ -1,9 +1,11 @@
 """`velox serve`: mlx_lm's own server with evicting caches, over real HTTP on loopback."""
 
+import json
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ from tiny_folder import write_tiny_folder
 import velox_cache as vc
 from velox_cache.calibration.texts import held_out_text
 from velox_cache.models import default_cache_dir
-from velox_cache.serve import PromptPrefixes
+from velox_cache.serving.prompt_prefixes import PromptPrefixes
 
 BUDGET = 40
 CACHE = ["--budget", str(BUDGET), "--set", "calib_tokens=16"]
@@ -41,6 +43,16 @@ class Server:
         return self.client.completions.create(
             model="default_model", prompt=prompt, max_tokens=n_tokens, temperature=0, **options
         )
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        """Status and body of the reply, whatever they are."""
+        url = f"{self.client.base_url}{path}"
+        asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(asked, timeout=600) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as refused:
+            return refused.code, refused.read().decode()
 
     def text(self, prompt: str, **options: Any) -> str:
         return self.complete(prompt, **options).choices[0].text
@@ -193,6 +205,38 @@ def test_prompt_that_is_wholly_cached_is_answered(
     prompt = words(90, 8)
     server.text(prompt)
     assert server.text(prompt[:-1]) == computed_alone(prompt[:-1])  # its cache, to the last token, is known
+
+
+@pytest.mark.parametrize("kind", ["server", "sequential"])
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"prompt": ""}, "no tokens"),
+        ({"prompt": ["a", "b"]}, "one string"),
+        ({"prompt": 7}, "one string"),
+        ({"prompt": "a", "stop": [5]}, "stop=[5]"),
+    ],
+)
+def test_prompt_that_cannot_be_served_is_refused_and_others_are_served(
+    kind: str,
+    asked: dict[str, Any],
+    reason: str,
+    request: pytest.FixtureRequest,
+    computed_alone: Callable[[str], str],
+) -> None:
+    server = request.getfixturevalue(kind)
+    for stream in (False, True):
+        status, reply = server.post("completions", {**asked, "stream": stream})
+        assert status == 400
+        assert reason in reply
+    prompt = words(30, 9)
+    assert server.text(prompt) == computed_alone(prompt)
+
+
+def test_messages_that_cannot_be_used_are_refused(server: Server) -> None:
+    status, reply = server.post("chat/completions", {"messages": [{"role": "user", "content": [{"type": "no"}]}]})
+    assert status == 400
+    assert "messages cannot be used" in reply
 
 
 def test_two_conversations_do_not_see_each_other(server: Server) -> None:
