@@ -113,6 +113,7 @@ ROOMS = {
     "velox_fn.engine": set(),
     "velox_fn.directions": {"velox_fn.engine"},
     "velox_fn.methods": {"velox_fn.engine", "velox_fn.directions"},
+    "version": set(),
     "file_checks": set(),
     "distributed": set(),
     "models": set(),
