@@ -26,6 +26,9 @@ class ServingGenerator(ResponseGenerator):
     def __init__(self, model_provider: ModelProvider, prompt_cache: LRUPromptCache) -> None:
         self._in_hand: list[Replies] = []
         self._arrived = 0
+        limit = model_provider.cli_args.prompt_cache_bytes
+        if limit is not None:  # mlx_lm holds it for batches only, and there when a request comes
+            prompt_cache.max_bytes = limit
         super().__init__(model_provider, prompt_cache)  # starts the thread
 
     def _generate(self) -> None:
