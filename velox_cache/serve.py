@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
 
 from velox_cache.serving.failures import FailureHandler
-from velox_cache.serving.generation import ServingGenerator
+from velox_cache.serving.generation import ServingGenerator, make_sampler
 from velox_cache.serving.prompt_prefixes import PromptPrefixes
 
 Install = Callable[[nn.Module], object]
@@ -34,6 +34,8 @@ class EvictingModelProvider(ModelProvider):
 
     def load_default(self) -> None:
         """Load the model that the server was started for; if that fails, end the server, which could only refuse."""
+        if self.model is not None:  # the thread begins anew after a batch that failed
+            return
         try:
             super().load_default()
         except Exception as error:  # anything: this runs in the server's own thread, where nobody would see it
@@ -76,6 +78,7 @@ def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> N
         "ModelProvider": make_provider,
         "ResponseGenerator": make_generator,
         "LRUPromptCache": PromptPrefixes,
+        "_make_sampler": make_sampler,
         "_run_http_server": partial(mlx_lm.server._run_http_server, handler_class=FailureHandler),
     }
     with _standing_in(["--model", model, *server_options], parts):

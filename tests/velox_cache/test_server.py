@@ -1,5 +1,6 @@
 """`velox serve`: mlx_lm's own server with evicting caches, over real HTTP on loopback."""
 
+import copy
 import json
 import socket
 import subprocess
@@ -9,10 +10,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import faulty_server
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -22,6 +24,7 @@ from mlx_lm.generate import generate_step
 from tiny_folder import write_tiny_folder
 
 import velox_cache as vc
+import velox_fn
 from velox_cache.calibration.texts import held_out_text
 from velox_cache.models import default_cache_dir
 from velox_cache.serving.prompt_prefixes import PromptPrefixes
@@ -58,14 +61,22 @@ class Server:
         return self.complete(prompt, **options).choices[0].text
 
 
+def running(model: Path, log: Path, *options: str) -> AbstractContextManager[Server]:
+    return answering(log, lambda port: ["-m", "velox_cache", "serve", str(model), "--port", str(port), *options])
+
+
+def faulty(model: Path, log: Path, *options: str) -> AbstractContextManager[Server]:
+    """A server whose model fails at a "!" in a prompt."""
+    return answering(log, lambda port: [faulty_server.__file__, str(model), str(port), *options])
+
+
 @contextmanager
-def running(model: Path, log: Path, *options: str) -> Iterator[Server]:
+def answering(log: Path, command: Callable[[int], list[str]]) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with log.open("w") as output:
-        command = [sys.executable, "-m", "velox_cache", "serve", str(model), "--port", str(port), *options]
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        server = subprocess.Popen([sys.executable, *command(port)], stdout=output, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 120
         while not answers(port):
@@ -107,15 +118,19 @@ def sequential(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def computed_alone(folder: Path) -> Callable[[str], str]:
+def computed_alone(folder: Path) -> Callable[..., str]:
     """The same continuation through mlx_lm.generate_step in this process."""
     model, tokenizer = mlx_lm.load(str(folder))
     vc.install(model, budget=BUDGET, calib_tokens=16)
 
-    def compute(prompt: str) -> str:
-        steps = generate_step(mx.array(tokenizer.encode(prompt)), model, max_tokens=N_TOKENS)
+    def compute(prompt: str, n_tokens: int = N_TOKENS) -> str:
+        steps = generate_step(mx.array(tokenizer.encode(prompt)), model, max_tokens=n_tokens)
         ids = [int(token) for token, _ in steps]
-        return str(tokenizer.decode(ids[: ids.index(256)] if 256 in ids else ids))
+        detokenizer = tokenizer.detokenizer  # which forms broken characters otherwise than decoding them together does
+        for token in ids[: ids.index(256)] if 256 in ids else ids:
+            detokenizer.add_token(token)
+        detokenizer.finalize()
+        return str(detokenizer.text)
 
     return compute
 
@@ -125,26 +140,26 @@ def words(n_characters: int, seed: int) -> str:
     return "".join(map(chr, letters))
 
 
-def test_answer_is_what_the_model_gives_in_this_process(server: Server, computed_alone: Callable[[str], str]) -> None:
+def test_answer_is_what_the_model_gives_in_this_process(server: Server, computed_alone: Callable[..., str]) -> None:
     prompt = words(100, 1)
     assert server.text(prompt) == computed_alone(prompt)
 
 
-def test_eviction_changes_the_answer(folder: Path, computed_alone: Callable[[str], str]) -> None:
+def test_eviction_changes_the_answer(folder: Path, computed_alone: Callable[..., str]) -> None:
     model, tokenizer = mlx_lm.load(str(folder))
     ids = tokenizer.encode(words(100, 1))
     unbounded = [int(token) for token, _ in generate_step(mx.array(ids), model, max_tokens=N_TOKENS)]
     assert tokenizer.decode(unbounded) != computed_alone(words(100, 1))
 
 
-def test_eight_at_once_get_what_each_gets_alone(server: Server, computed_alone: Callable[[str], str]) -> None:
+def test_eight_at_once_get_what_each_gets_alone(server: Server, computed_alone: Callable[..., str]) -> None:
     prompts = [words(length, 10 + length) for length in (5, 170, 60, 33, 90, 8, 120, 45)]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(server.text, prompts))
     assert together == [computed_alone(prompt) for prompt in prompts]
 
 
-def test_sequential_server_answers_alike(sequential: Server, computed_alone: Callable[[str], str]) -> None:
+def test_sequential_server_answers_alike(sequential: Server, computed_alone: Callable[..., str]) -> None:
     prompts = [words(length, 20 + length) for length in (70, 9, 130)]
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(sequential.text, prompts)) == [computed_alone(prompt) for prompt in prompts]
@@ -177,7 +192,7 @@ def test_same_prompt_again_reuses_its_cache_and_answers_alike(kind: str, request
 
 @pytest.mark.parametrize("kind", ["server", "sequential"])
 def test_shorter_prompt_after_eviction_is_recomputed_rightly(
-    kind: str, request: pytest.FixtureRequest, computed_alone: Callable[[str], str]
+    kind: str, request: pytest.FixtureRequest, computed_alone: Callable[..., str]
 ) -> None:
     server = request.getfixturevalue(kind)
     prompt = words(120, 6)
@@ -187,7 +202,7 @@ def test_shorter_prompt_after_eviction_is_recomputed_rightly(
 
 @pytest.mark.parametrize("kind", ["server", "sequential"])
 def test_shorter_prompt_before_eviction_takes_back_tokens_rightly(
-    kind: str, request: pytest.FixtureRequest, computed_alone: Callable[[str], str]
+    kind: str, request: pytest.FixtureRequest, computed_alone: Callable[..., str]
 ) -> None:
     server = request.getfixturevalue(kind)
     prompt = words(25, 7)
@@ -199,7 +214,7 @@ def test_shorter_prompt_before_eviction_takes_back_tokens_rightly(
 
 @pytest.mark.parametrize("kind", ["server", "sequential"])
 def test_prompt_that_is_wholly_cached_is_answered(
-    kind: str, request: pytest.FixtureRequest, computed_alone: Callable[[str], str]
+    kind: str, request: pytest.FixtureRequest, computed_alone: Callable[..., str]
 ) -> None:
     server = request.getfixturevalue(kind)
     prompt = words(90, 8)
@@ -222,7 +237,7 @@ def test_prompt_that_cannot_be_served_is_refused_and_others_are_served(
     asked: dict[str, Any],
     reason: str,
     request: pytest.FixtureRequest,
-    computed_alone: Callable[[str], str],
+    computed_alone: Callable[..., str],
 ) -> None:
     server = request.getfixturevalue(kind)
     for stream in (False, True):
@@ -237,6 +252,39 @@ def test_messages_that_cannot_be_used_are_refused(server: Server) -> None:
     status, reply = server.post("chat/completions", {"messages": [{"role": "user", "content": [{"type": "no"}]}]})
     assert status == 400
     assert "messages cannot be used" in reply
+
+
+@pytest.mark.parametrize("kind", ["batched", "alone"])
+def test_request_that_fails_fails_alone(
+    folder: Path, tmp_path: Path, kind: str, computed_alone: Callable[..., str]
+) -> None:
+    prompts = [words(length, 300 + length) for length in (90, 20, 33, 60)]
+    with faulty(folder, tmp_path / "log.txt", kind) as server, ThreadPoolExecutor(8) as pool:
+        stream = server.complete(words(50, 299), 300, stream=True)
+        begun = [next(stream).choices[0].text]
+        good = [pool.submit(server.text, prompt) for prompt in prompts]
+        failing = [pool.submit(server.post, "completions", {"prompt": f"{prompt}!!x"}) for prompt in prompts]
+        assert [one.result() for one in good] == [computed_alone(prompt) for prompt in prompts]
+        for one in failing:
+            status, reply = one.result()
+            assert status == 500
+            assert "RuntimeError: this token cannot be computed" in reply
+        streamed = "".join(begun + [part.choices[0].text for part in stream if part.choices])
+        assert streamed == computed_alone(words(50, 299), 300)
+        with pytest.raises(openai.APIError, match="cannot be computed"):
+            list(server.complete("a!!b", stream=True))
+        assert server.text("after") == computed_alone("after")
+
+
+@pytest.mark.parametrize("kind", ["batched", "alone"])
+def test_cache_that_cannot_be_taken_back_so_far_is_recomputed(
+    folder: Path, tmp_path: Path, kind: str, computed_alone: Callable[..., str]
+) -> None:
+    prompt = words(90, 310)
+    with faulty(folder, tmp_path / "log.txt", kind, "rollback=4") as server:
+        server.text(prompt)
+        for length in (89, 45, 3):
+            assert server.text(prompt[:length]) == computed_alone(prompt[:length])
 
 
 def test_two_conversations_do_not_see_each_other(server: Server) -> None:
@@ -322,6 +370,23 @@ def test_wholly_known_prompt_without_a_known_prefix_starts_anew() -> None:
     store = PromptPrefixes()
     store.insert_cache("model", list(range(20)), [cache])
     assert store.fetch_nearest_cache("model", list(range(20))) == (None, list(range(20)))
+
+
+def test_prefix_stays_stored_where_the_longer_cache_cannot_be_taken_back_to_it() -> None:
+    tokens = list(range(50))
+    for budget, interval, snapshots, kept in ((64, 1, 0, 1), (16, 8, 0, 2), (16, 8, 3, 1)):
+        method = velox_fn.streaming_llm(budget=budget, interval=interval)
+        store = PromptPrefixes()
+        cache = vc.EvictingKVCache(method, snapshots=snapshots)
+        for stop in (8, 16, 24, 32, 40, 48, 50):
+            block = mx.ones((1, 1, 2 if stop == 50 else 8, 4))
+            cache.update_and_fetch(block, block)
+            if stop in (40, 50):
+                store.insert_cache("model", tokens[:stop], [copy.deepcopy(cache)])
+        assert len(store) == kept
+        found, rest = store.fetch_nearest_cache("model", [*tokens[:40], 60, 61])
+        assert found is not None
+        assert (found[0].offset, rest) == (40, [60, 61])
 
 
 @pytest.mark.real_model

@@ -26,10 +26,18 @@ class CompletionRequest:
     request_type: str
     prompt: Any
 
+@dataclass
 class SamplingArguments: ...
 
 @dataclass
+class ModelDescription:
+    model: str
+    draft: str | None
+    adapter: str | None
+
+@dataclass
 class GenerationArguments:
+    model: ModelDescription
     sampling: SamplingArguments
     max_tokens: int
     stop_words: list[str]

@@ -38,14 +38,14 @@ class FailureHandler(APIHandler):
             RequestFailedError
         ) as failure:  # after mlx_lm has begun its reply: a stream's headers are sent, others not
             logging.error(str(failure))
-            reason = json.dumps({"error": str(failure)})
             if self.stream:
-                self.wfile.write(f"data: {reason}\n\n".encode())
+                event = json.dumps({"error": {"message": str(failure)}})  # the form that clients look into
+                self.wfile.write(f"data: {event}\n\n".encode())
             else:
                 self._headers_buffer.clear()
                 self._set_completion_headers(failure.status)
                 self.end_headers()
-                self.wfile.write(reason.encode())
+                self.wfile.write(json.dumps({"error": str(failure)}).encode())
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         failure: Any = sys.exception()  # mlx_lm calls this where it handles one, with 404 for every kind
