@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 MKL := $(CURDIR)/.venv/lib/libmkl_rt.so.3
 PRELOAD := if [ -e "$(MKL)" ]; then export LD_PRELOAD="$(MKL)"; fi;
 
-.PHONY: demo test check lint types install bench bench-peers clean
+.PHONY: demo test check lint types docs dist install bench bench-peers clean
 
 demo: $(INSTALLED)
 	@$(PRELOAD) $(BIN)/velox demo
@@ -24,6 +24,16 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+# The site, in build/site. Strictly: a broken link or a missing reference fails.
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict --quiet
+
+# What is published, in dist/.
+dist: $(INSTALLED)
+	rm -rf dist build/lib build/bdist.*
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 # One thread for every BLAS: threads that spin on small matrices would count as work of whoever called them.
 ONE_THREAD := MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1
