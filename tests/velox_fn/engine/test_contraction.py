@@ -14,6 +14,8 @@ import numpy as np
 from velox_fn import SCORERS, fusion
 from velox_fn.engine.store import used_rows
 
+pytestmark = pytest.mark.slow
+
 keys, values = (mx.random.normal((1, 2, 40, 64), key=mx.random.key(i)) for i in range(2))
 directions, ones = mx.random.normal((2, 64), key=mx.random.key(2)), mx.ones((2, 2))
 for term in sorted(set(SCORERS) - {"projection", "recency"}):  # recency is exact, and here positions are not those
