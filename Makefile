@@ -1,4 +1,5 @@
 # `make demo` and `make test` are the two to start with; both make the environment first, in .venv, once.
+# `make test` leaves out what is slow or needs a real model; `make test-all` leaves out nothing.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,12 +9,15 @@ INSTALLED := .venv/.installed
 MKL := $(CURDIR)/.venv/lib/libmkl_rt.so.3
 PRELOAD := if [ -e "$(MKL)" ]; then export LD_PRELOAD="$(MKL)"; fi;
 
-.PHONY: demo test check lint types docs dist install bench bench-peers clean
+.PHONY: demo test test-all check lint types docs dist install bench bench-peers clean
 
 demo: $(INSTALLED)
 	@$(PRELOAD) $(BIN)/velox demo
 
 test: $(INSTALLED)
+	@$(PRELOAD) $(BIN)/pytest -m "not slow and not real_model"
+
+test-all: $(INSTALLED)
 	@$(PRELOAD) $(BIN)/pytest
 
 check: lint types test

@@ -8,6 +8,8 @@ from launching import launched, run
 
 from velox_cache import load_qfilters
 
+pytestmark = pytest.mark.slow
+
 N_RANKS = 3
 SPREADS = ["texts", "heads", "layers"]
 N_TEXTS = [1, 4]  # one text leaves two ranks without any; the lengths of four differ

@@ -12,6 +12,8 @@ from small_models import save_small_model, some_filters
 
 from velox_cache import load_qfilters, save_qfilters
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "Once upon a time there was a machine"
 CACHE = ["--method", "l2norm", "--budget", 16]
 GENERATE = [*CACHE, "--prompt", PROMPT, "--max-tokens", 12]

@@ -10,6 +10,8 @@ from launching import each_rank
 
 from velox_cache.distributed.collectives import own_share, shared_out
 
+pytestmark = pytest.mark.slow
+
 N_RANKS = 2
 SUBJECTS = [f"subject-{n}" for n in range(5)]
 ROWS = [f"{subject} {arm}" for subject in SUBJECTS for arm in ("full cache", "a")]

@@ -13,7 +13,7 @@ from .cases import EvictCase, ScoreCase, Shape
 from .compilers import CompileError
 from .emulate import KernelFaultError, bits, emulate, emulate_sanitized
 
-pytestmark = pytest.mark.usefixtures("cxx")
+pytestmark = [pytest.mark.usefixtures("cxx"), pytest.mark.slow]
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 SHAPE = Shape(2, 2, 151, 33, 8)

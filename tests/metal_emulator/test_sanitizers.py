@@ -6,7 +6,7 @@ import pytest
 from .cases import DTYPES, EvictCase, ScoreCase, Shape
 from .emulate import bits, emulate_sanitized
 
-pytestmark = pytest.mark.usefixtures("cxx")
+pytestmark = [pytest.mark.usefixtures("cxx"), pytest.mark.slow]
 
 SHAPES = [Shape(B, H, n, D, D_v, dtype) for dtype in DTYPES for B, H, n, D, D_v in [(1, 1, 1, 1, 1), (2, 2, 70, 33, 8)]]
 

@@ -17,6 +17,8 @@ import velox_cache as vc
 from velox_fn import kept_positions
 from velox_fn.registry import method_factory
 
+pytestmark = pytest.mark.slow
+
 STEPS = int(os.environ.get("VELOX_SOAK_STEPS", "2500"))
 HEADS, DIM, VALUE_DIM, QUERY_HEADS = 2, 4, 3, 4
 BUDGET, N_SINK, RECENT = 12, 2, 3

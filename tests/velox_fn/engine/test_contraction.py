@@ -8,11 +8,14 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCORES = """
 import mlx.core as mx
 import numpy as np
 from velox_fn import SCORERS, fusion
 from velox_fn.engine.store import used_rows
+
 
 keys, values = (mx.random.normal((1, 2, 40, 64), key=mx.random.key(i)) for i in range(2))
 directions, ones = mx.random.normal((2, 64), key=mx.random.key(2)), mx.ones((2, 2))
