@@ -25,7 +25,10 @@ class Verdict:
 
 
 def verdict(model: nn.Module) -> Verdict:
-    """Ask `install` itself, and undo it; what was installed on the model before is gone."""
+    """Ask `install` itself, and undo it; what was installed on the model before is gone.
+
+    The model runs twice, on two tokens, to see how its keys turn: that reads its weights.
+    """
     layers = plan_layers(model)
     if not any(entry.bounded for entry in layers):
         reason = _joined(entry.reason for entry in layers)
