@@ -12,6 +12,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 import velox_cache as vc
 from velox_cache.installation.layer_arguments import calibration_for
 from velox_fn import METHODS, kv
+from velox_fn.registry import method_named
 
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(30)]
 
@@ -49,7 +50,7 @@ def test_tokens_after_float32_embeddings_are_the_plain_caches(model: nn.Module, 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("first", [mx.float32, mx.bfloat16], ids=str)
 def test_rows_keep_the_first_dtype_over_budget(model: nn.Module, method: str, first: mx.Dtype) -> None:
-    vc.install(model, method, budget=40, filters=calibration_for(METHODS[method], random_calibration()))
+    vc.install(model, method, budget=40, filters=calibration_for(method_named(method), random_calibration()))
     caches = make_prompt_cache(model)
     prefilled(model, caches, first)
     for then in (mx.bfloat16, mx.float32):
