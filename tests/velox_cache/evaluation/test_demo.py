@@ -100,7 +100,7 @@ def test_the_embedded_texts_do_not_overlap():
 def test_a_small_demo_on_a_real_model(smollm2):
     model, tokenizer = smollm2
     calibration = calibrate(model, tokenizer, calibration_texts(), max_tokens=256, progress=False)
-    workload = Workload(n_filler=200, n_answer=12, n_context=150, n_scored=16)
+    workload = Workload(n_filler=1200, n_answer=24, n_context=150, n_scored=16)
     full, bounded = compare_arms(
         model, tokenizer, calibration, [Arm("full"), Arm("bounded", "qfilters", {"budget": 96})], workload
     )
