@@ -9,6 +9,7 @@ from .compat.builder import KVCacheBuilder
 from .compat.config import KVCacheConfig
 from .compat.curdkv_cache import CurDKVKVCache
 from .compat.qfilters_cache import QFiltersKVCache
+from .harness.summary import CacheSummary, LayerSummary, summary
 from .installation.installing import InstallReport, install, uninstall
 from .introspection.plan import LayerPlan, plan_layers
 from .introspection.query_tap import observe_queries
@@ -16,12 +17,14 @@ from .learning.weight_search import SearchOutcome, search_weights
 from .version import __version__
 
 __all__ = [
+    "CacheSummary",
     "CurDKVKVCache",
     "EvictingKVCache",
     "InstallReport",
     "KVCacheBuilder",
     "KVCacheConfig",
     "LayerPlan",
+    "LayerSummary",
     "MissingQueriesError",
     "QFiltersCalibration",
     "QFiltersKVCache",
@@ -42,5 +45,6 @@ __all__ = [
     "save_qfilters",
     "search_weights",
     "sign_agreement",
+    "summary",
     "uninstall",
 ]

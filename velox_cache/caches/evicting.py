@@ -359,6 +359,15 @@ class EvictingKVCache:
 
     # Accounting
 
+    def __repr__(self) -> str:
+        """Method, rows, tokens seen by each sequence, bytes. Nothing waits for the device."""
+        budget = self._method.settings.get("budget")
+        tokens = " + ".join(map(str, self._rows.offsets)) or "0"
+        return (
+            f"<{type(self).__name__}: {self._method.name}, budget {budget}, {self.size()} rows of {tokens} tokens, "
+            f"{self.nbytes:,} bytes>"
+        )
+
     @property
     def method(self) -> Eviction:
         return self._method
