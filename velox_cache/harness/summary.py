@@ -52,7 +52,7 @@ class CacheSummary:
         return self.full_bytes / self.kept_bytes if self.kept_bytes else 1.0
 
     def __str__(self) -> str:
-        lines = [("layers", "method", "rows", "tokens", "held", "kept", "full cache", "ratio")]
+        lines: list[tuple[str, ...]] = [("layers", "method", "rows", "tokens", "held", "kept", "full cache", "ratio")]
         for alike, entries in groupby(self.layers, key=_without_layer):
             layers = [entry.layer for entry in entries]
             named = str(layers[0]) if layers[0] == layers[-1] else f"{layers[0]}-{layers[-1]}"
