@@ -45,7 +45,9 @@ def cur(
     seed: int = 0,
     interval: int = 1,
 ) -> Eviction:
-    """The CUR method.
+    """The CUR method: score rows by their own norms within short windows.
+
+    Source: the code published with arXiv:2509.15038. Common arguments: see `METHODS`.
 
     combine: "key", "value", "mean" or "product". window: tokens that are normalised together, from position 0 on.
     sketch: columns of the Gaussian sketch whose norms stand in for those of keys and values; None takes these.

@@ -166,7 +166,12 @@ def curdkv(
     solver: str = "subspace",
     interval: int = 1,
 ) -> Eviction:
-    """The CurDKV method with these settings; arguments and errors as for `curdkv_init`."""
+    """The CurDKV method: keep the rows that carry most of what attention puts out.
+
+    Source: inspired by arXiv:2509.15038; what its authors released is `cur`. Common arguments: see `METHODS`; the
+    others and errors as for `curdkv_init`. Scores come from queries [B,H_q,S,D]; without them the keys stand in.
+    Raises ValueError on counts that cannot work, an unknown granularity or solver.
+    """
     settings: dict[str, Any] = {
         "budget": budget,
         "n_sink": n_sink,

@@ -62,7 +62,9 @@ def expected_attention(
     query_cov: mx.array | None = None,
     interval: int = 1,
 ) -> Eviction:
-    """The Expected Attention method.
+    """The Expected Attention method: keep the rows that future queries are expected to look at.
+
+    Source: arXiv:2510.00636, section 3. Common arguments: see `METHODS`.
 
     query_mean float32 [H, D], query_cov float32 [H, D, D]: calibrated moments of the queries of each KV head, scaled as
     attention scales them. Without them: future, how many positions ahead RoPE is averaged over, and rope, the model's

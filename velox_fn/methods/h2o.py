@@ -36,7 +36,10 @@ def h2o(
     rope_base: float | None = None,
     interval: int = 1,
 ) -> Eviction:
-    """The H2O method.
+    """The H2O method: keep the rows that attention has looked at most, and the most recent ones.
+
+    Source: arXiv:2306.14048, section 4. Common arguments: see `METHODS`. Scores come from queries [B,H_q,S,D]; without
+    them the keys stand in.
 
     grace: trailing rows that cannot be evicted. renumber: show attention the kept rows at positions
     offset - n ... offset - 1; needs `rope`, the model's rotary embedding (install reads it), whose base `rope_base`

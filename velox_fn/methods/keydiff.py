@@ -38,7 +38,10 @@ def keydiff(
     mean_keys: mx.array | None = None,
     interval: int = 1,
 ) -> Eviction:
-    """The KeyDiff method. `mean_keys`: float32 [H, D], the calibrated mean key direction of each KV head.
+    """The KeyDiff method: keep the keys that are least like the mean key.
+
+    Source: arXiv:2504.15364, section 3. Common arguments: see `METHODS`. mean_keys: float32 [H, D], the calibrated mean
+    key direction of each KV head; None takes the mean of the cache as it stands.
 
     Raises ValueError on counts that cannot work, when `mean_keys` is not a finite 2-D array or is all zeros, or when a
     rollback is asked for without it: the running mean cannot be taken back.

@@ -21,7 +21,11 @@ from velox_fn.engine.static import Params, static_eviction
 
 
 def l2norm(*, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int = 0, interval: int = 1) -> Eviction:
-    """The L2Norm method. ValueError on counts that cannot work."""
+    """The L2Norm method: keep the keys [B,H,S,D] of the smallest norm.
+
+    Source: arXiv:2406.11430, section 3. Common arguments: see `METHODS`.
+    Raises ValueError on counts that cannot work.
+    """
     method = static_eviction(
         "l2norm", _minus_squared_norm, budget=budget, n_sink=n_sink, recent=recent, rollback=rollback
     )

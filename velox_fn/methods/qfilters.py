@@ -164,7 +164,14 @@ def qfilters(
     use_metal_kernels: bool | None = None,
     interval: int = 1,
 ) -> Eviction:
-    """The Q-Filters method with these settings; arguments and errors as for `qfilters_init`."""
+    """The Q-Filters method: keep the keys that project highest onto their head's filter.
+
+    Source: arXiv:2503.02812, section 3.2. Common arguments: see `METHODS`. filters: float32 [H, D], one direction per
+    KV head, from `compute_qfilters` or a calibration; None estimates one from the first `calib_tokens` keys and keeps
+    every row until then. sign: 1, or -1 to keep the lowest. use_metal_kernels: None takes them where there are any.
+    Raises ValueError on counts that cannot work, a sign other than +-1, or filters that are not finite, do not fit the
+    heads, or are zero for one.
+    """
     settings: dict[str, Any] = {
         "budget": budget,
         "n_sink": n_sink,

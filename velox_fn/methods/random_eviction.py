@@ -29,10 +29,13 @@ def random_eviction(
     rollback: int = 0,
     interval: int = 1,
 ) -> Eviction:
-    """The random method. `layer` makes layers draw apart. ValueError on counts that cannot work.
+    """The random method: keep rows by lot, the floor that any informed method must beat.
+
+    Source: no paper. Common arguments: see `METHODS`. layer: makes layers draw apart.
 
     first_head: the index, among the layer's KV heads, of the first one that this cache holds; not 0 where a model's
     heads are spread over machines. seed, layer, first_head: whole numbers below 2^32.
+    Raises ValueError on counts that cannot work.
     """
     draws = {"seed": seed, "layer": layer, "first_head": first_head}
     draws = {name: checks.whole_number(name, value, 0) for name, value in draws.items()}

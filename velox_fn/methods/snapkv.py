@@ -27,7 +27,10 @@ from velox_fn.engine.rows import temporal_order
 
 
 def snapkv(*, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: int = 5, interval: int = 1) -> Eviction:
-    """The SnapKV method.
+    """The SnapKV method: keep the rows that the last queries look at, and their neighbours.
+
+    Source: arXiv:2404.14469, section 4. Common arguments: see `METHODS`. Scores come from queries [B,H_q,S,D]; without
+    them the keys stand in.
 
     obs_window: trailing queries that vote, whose rows cannot be evicted. kernel: rows averaged over, an odd number.
     Raises ValueError on counts that cannot work.

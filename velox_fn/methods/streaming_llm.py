@@ -32,7 +32,9 @@ def streaming_llm(
     rollback: int = 0,
     interval: int = 1,
 ) -> Eviction:
-    """The StreamingLLM method.
+    """The StreamingLLM method: keep the first tokens and the last ones.
+
+    Source: arXiv:2309.17453, section 3.2. Common arguments: see `METHODS`.
 
     renumber: show attention the kept rows at positions offset - n ... offset - 1; needs `rope`, the model's rotary
     embedding (install reads it). Raises ValueError on counts that cannot work, or when `rope` is missing.

@@ -21,7 +21,12 @@ from velox_fn.engine.observation_window import last_queries
 
 
 def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction:
-    """The TOVA method. ValueError on counts that cannot work."""
+    """The TOVA method: keep the rows that the last query looks at most, the same in all heads.
+
+    Source: arXiv:2401.06104, section 3.2. Common arguments: see `METHODS`. Scores come from queries [B,H_q,S,D];
+    without them the keys stand in.
+    Raises ValueError on counts that cannot work.
+    """
     budget, n_sink, _ = checks.row_limits(budget, n_sink, 0)
 
     init = dynamic_init(budget=budget, n_sink=n_sink, recent=0)
