@@ -2,6 +2,7 @@
 
 from .caches.evicting import EvictingKVCache, MissingQueriesError
 from .caches.prompt_file import load_prompt_cache, register_with_mlx_lm, save_prompt_cache
+from .caches.protocol import KVCache
 from .calibration import average_gqa_filters, compute_qfilters
 from .calibration.artifact import QFiltersCalibration, import_published_filters, load_qfilters, save_qfilters
 from .calibration.calibrating import calibrate, collect_query_activations, sign_agreement
@@ -21,6 +22,7 @@ __all__ = [
     "CurDKVKVCache",
     "EvictingKVCache",
     "InstallReport",
+    "KVCache",
     "KVCacheBuilder",
     "KVCacheConfig",
     "LayerPlan",

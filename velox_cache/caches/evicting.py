@@ -13,7 +13,7 @@ from velox_cache.caches.sequences import Sequences, extracted, merged, selected,
 from velox_cache.caches.snapshots import Snapshots
 from velox_cache.caches.state import pack_state, same_method, unpack_state
 from velox_fn.engine import batch, checks
-from velox_fn.engine.eviction import Eviction, check_state, kept_bytes
+from velox_fn.engine.eviction import Eviction, State, check_state, kept_bytes
 from velox_fn.engine.interval import interval_parts
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
@@ -373,7 +373,7 @@ class EvictingKVCache:
         return self._method
 
     @property
-    def record(self) -> Any | None:
+    def record(self) -> State | None:
         """The method's own state, for `velox_fn.kv` and `velox_fn.kept_positions`; None before the first token."""
         return self._rows.record
 

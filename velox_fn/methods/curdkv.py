@@ -165,7 +165,7 @@ def curdkv(
     mean: bool = False,
     solver: str = "subspace",
     interval: int = 1,
-) -> Eviction:
+) -> Eviction[CurDKVState]:
     """The CurDKV method: keep the rows that carry most of what attention puts out.
 
     Source: inspired by arXiv:2509.15038; what its authors released is `cur`. Common arguments: see `METHODS`; the

@@ -35,7 +35,7 @@ def h2o(
     rope: RopeSpec | Mapping[str, Any] | None = None,
     rope_base: float | None = None,
     interval: int = 1,
-) -> Eviction:
+) -> Eviction[DynamicState]:
     """The H2O method: keep the rows that attention has looked at most, and the most recent ones.
 
     Source: arXiv:2306.14048, section 4. Common arguments: see `METHODS`. Scores come from queries [B,H_q,S,D]; without

@@ -163,7 +163,7 @@ def qfilters(
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
     interval: int = 1,
-) -> Eviction:
+) -> Eviction[QFiltersState]:
     """The Q-Filters method: keep the keys that project highest onto their head's filter.
 
     Source: arXiv:2503.02812, section 3.2. Common arguments: see `METHODS`. filters: float32 [H, D], one direction per

@@ -20,7 +20,7 @@ from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.observation_window import last_queries
 
 
-def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction:
+def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction[DynamicState]:
     """The TOVA method: keep the rows that the last query looks at most, the same in all heads.
 
     Source: arXiv:2401.06104, section 3.2. Common arguments: see `METHODS`. Scores come from queries [B,H_q,S,D];
