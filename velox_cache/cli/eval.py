@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from velox_cache.cli.calibration_argument import add_calibration_argument
 from velox_cache.cli.eval_synthetic import SYNTHETIC, Records, Result
 from velox_cache.cli.method_arguments import METHOD_EXAMPLES, add_method_arguments, install_method, method_settings
 from velox_cache.cli.model_argument import add_model_argument, load_model
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 
 EXAMPLES = f"""examples:
   velox eval anisotropy smollm2-135m
-  velox eval attention smollm2-135m --filters filters.npz
-  velox eval perplexity smollm2-135m --method qfilters --budget 256 --filters filters.npz
-  velox eval recency smollm2-135m --method qfilters --budget 128 --filters filters.npz
+  velox eval attention smollm2-135m --calibration calibration.npz
+  velox eval perplexity smollm2-135m --method qfilters --budget 256 --calibration calibration.npz
+  velox eval recency smollm2-135m --method qfilters --budget 128 --calibration calibration.npz
   velox eval prefill --method qfilters --budget 512
-  velox eval intervals smollm2-135m --method fusion --budget 512 --context 1024 --filters filters.npz
+  velox eval intervals smollm2-135m --method fusion --budget 512 --context 1024 --calibration calibration.npz
   velox eval memory smollm2-135m --method streaming_llm --budget 512
   velox eval synthetic qfilters
   velox eval synthetic curdkv
-  velox eval curdkv smollm2-135m --budget 256 --context 768 --filters filters.npz
+  velox eval curdkv smollm2-135m --budget 256 --context 768 --calibration calibration.npz
 
 {METHOD_EXAMPLES}"""
 
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             add_method_arguments(kind)
         if name == "curdkv":
             kind.add_argument("--budget", type=int, default=256, metavar="N", help="rows kept (default: 256)")
-            kind.add_argument("--filters", metavar="FILE", help="filters of `velox calibrate`, for the Q-Filters arm")
+            add_calibration_argument(kind, "what `velox calibrate` made, for the Q-Filters arm")
             kind.add_argument("--by-token", action="store_true", help="also score token by token; slow")
         if name == "intervals":
             kind.add_argument("--passages", type=int, default=4, metavar="N", help="of the text (default: 4)")
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in ("perplexity", "fidelity", "recency", "curdkv", "intervals"):
             kind.add_argument("--scored", type=int, default=96, metavar="N", help="tokens predicted (default: 96)")
         if name == "attention":
-            kind.add_argument("--filters", required=True, metavar="FILE", help="filters of `velox calibrate`")
+            add_calibration_argument(kind, "what `velox calibrate` made", required=True)
         if name == "synthetic":
             kind.add_argument("subject", choices=tuple(SYNTHETIC), help="which method's made-up data")
         kind.add_argument("--json", metavar="FILE", help="write every number there")
@@ -95,12 +96,12 @@ def _anisotropy(arguments: argparse.Namespace) -> Result:
 
 
 def _attention(arguments: argparse.Namespace) -> Result:
-    from velox_cache import load_qfilters
+    from velox_cache import load_calibration
     from velox_cache.evaluation.attention import default_scorers, score_attention
     from velox_cache.harness.texts import text_named
 
     model, tokenizer = load_model(arguments.model)
-    scorers = default_scorers(load_qfilters(arguments.filters))
+    scorers = default_scorers(load_calibration(arguments.calibration))
     found = score_attention(model, tokenizer, text_named(arguments.text), scorers, n_tokens=arguments.context)
     rows = [{"score": one.scorer, "Spearman, mean": one.mean, "right sign": one.sign_correct} for one in found]
     return [row | {"per_head": one.per_head.tolist()} for row, one in zip(rows, found, strict=True)], list(rows)
@@ -123,12 +124,12 @@ def _recency(arguments: argparse.Namespace) -> Result:
 
 
 def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:
-    from velox_cache import load_qfilters
+    from velox_cache import load_calibration
     from velox_cache.harness.arm_readings import read_arms
     from velox_cache.harness.arms import FULL, cache_maker
 
     model, tokenizer = load_model(arguments.model)
-    calibration = load_qfilters(arguments.filters) if arguments.filters else None
+    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
     tokens = _tokens(arguments, tokenizer, arguments.context + arguments.scored)
     makers = [cache_maker(model, arm, calibration) for arm in (FULL, *arms)]
     found = read_arms(model, tokens, makers, n_context=arguments.context)
@@ -137,11 +138,11 @@ def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:
 
 
 def _curdkv(arguments: argparse.Namespace) -> Result:
-    from velox_cache import load_qfilters
+    from velox_cache import load_calibration
     from velox_cache.evaluation.curdkv_variants import curdkv_variants
 
     model, tokenizer = load_model(arguments.model)
-    calibration = load_qfilters(arguments.filters) if arguments.filters else None
+    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
     found = curdkv_variants(
         model,
         _tokens(arguments, tokenizer, arguments.context + arguments.scored),
@@ -184,14 +185,14 @@ def _prefill(arguments: argparse.Namespace) -> Result:
 def _intervals(arguments: argparse.Namespace) -> Result:
     import numpy as np
 
-    from velox_cache import load_qfilters
+    from velox_cache import load_calibration
     from velox_cache.evaluation.intervals import read_at_intervals
     from velox_cache.harness.texts import passages, text_named
     from velox_cache.installation.layer_arguments import calibration_for
     from velox_cache.known_methods import method_named
 
     model, tokenizer = load_model(arguments.model)
-    calibration = load_qfilters(arguments.filters) if arguments.filters else None
+    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
     settings = method_settings(arguments)
     peak = settings.pop("budget", 512)
     tokens = list(tokenizer.encode(text_named(arguments.text)))
@@ -258,7 +259,7 @@ def _synthetic(arguments: argparse.Namespace) -> Result:
 def _arm(arguments: argparse.Namespace) -> "Arm":
     from velox_cache.harness.arms import Arm
 
-    return Arm(arguments.method, arguments.method, method_settings(arguments), calibrated=bool(arguments.filters))
+    return Arm(arguments.method, arguments.method, method_settings(arguments), calibrated=bool(arguments.calibration))
 
 
 def _tokens(arguments: argparse.Namespace, tokenizer: Any, n_tokens: int) -> list[int]:

@@ -1,7 +1,6 @@
 """Put evicting caches into a model, so that everything in mlx_lm that asks it for caches gets them."""
 
 import copy
-import os
 import sys
 import warnings
 import weakref
@@ -13,8 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
-from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.fusion_weights import recent_share
+from velox_cache.installation.given_calibration import GivenCalibration, loaded, one_of_both
 from velox_cache.installation.layer_arguments import check_heads_together, layer_arguments
 from velox_cache.installation.layer_budgets import (
     Budgets,
@@ -34,8 +34,6 @@ from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.method import PLACES, Method
 from velox_fn.registry import find_method
-
-Filters = str | os.PathLike[str] | QFiltersCalibration
 
 
 @dataclass(frozen=True)
@@ -116,24 +114,26 @@ def install(
     method: str | Method | Eviction | Callable[..., Eviction] = "qfilters",
     *,
     budget: int | Budgets | None = None,
-    filters: Filters | None = None,
+    calibration: GivenCalibration | None = None,
     queries: str = "true",
     snapshots: int = 0,
     group: mx.distributed.Group | None = None,
+    filters: GivenCalibration | None = None,
     **settings: Any,
 ) -> InstallReport:
     """Make `model` use evicting caches wherever mlx_lm asks it for a prompt cache.
 
     method: its name, one of `velox methods` or registered by `velox_fn.register`; its factory, such as
     `velox_fn.qfilters` or one of your own; or an Eviction, which every layer then runs as it is, so that it takes no
-    budget, filters or settings here.
+    budget, calibration or settings here.
     budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
     layer its own (`layer_budgets`). settings: the other arguments of the method's factory,
     such as n_sink, recent. `recent` defaults to three quarters of the budget here: of the shares tried, it follows the
     full cache's next-token distribution best (docs/evaluation.md); without recent rows prediction loses the tokens it
-    needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that. filters: a
-    calibration or the path of one, for the methods that take something from it. queries: for methods that score by
-    attention, "true" taps the model's own queries, "proxy" lets the incoming keys stand in.
+    needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that.
+    calibration: what `calibrate` makes or the path of its file, for the methods that take something from it; `filters`
+    is another name for it. queries: for methods that score by attention, "true" taps the model's own queries, "proxy"
+    lets the incoming keys stand in.
 
     interval, a setting of every method: rows leave only when the tokens seen pass a multiple of it, so that what a
     token sees does not depend on how the text was cut into calls; up to budget + interval rows are held. Calls of the
@@ -141,27 +141,28 @@ def install(
     each takes the memory of one more cache.
 
     On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
-    them installs: its caches hold its own heads and layers, with their part of `filters`, which are the whole model's,
-    as budgets per layer are. group: only for a model whose sharding cannot be seen (`model_shard`).
+    them installs: its caches hold its own heads and layers, with their part of `calibration`, which is the whole
+    model's, as budgets per layer are. group: only for a model whose sharding cannot be seen (`model_shard`).
 
     Only layers with a plain full-attention cache are bounded; the report says what happened to each. A second install
     replaces the first; `uninstall` undoes it. With true queries the model runs once, on two tokens, to see that each
     bounded layer shows its queries; for a method that turns keys it runs twice more, to see how (`ModelRopes`).
 
-    Raises ValueError when the method or a setting is unknown or cannot work, when filters do not fit the model, when no
-    layer can be bounded, or when true queries are asked for and the model's attention cannot be tapped.
+    Raises ValueError when the method or a setting is unknown or cannot work, when the calibration does not fit the
+    model, when no layer can be bounded, or when true queries are asked for and the model's attention cannot be tapped.
     """
     checks.one_of("queries", queries, ("true", "proxy"))
+    calibration = one_of_both(calibration, filters)
     plan, shard = plan_layers(model), model_shard(model, group)
     if not any(entry.bounded for entry in plan) and not shard.pipelined:
         raise ValueError(f"no layer of this model can be bounded: {'; '.join({entry.reason for entry in plan})}")
-    chosen = _chosen(method, budget=budget, filters=filters, **settings)
+    chosen = _chosen(method, budget=budget, calibration=calibration, **settings)
     if not any(entry.bounded for entry in plan):  # other ranks of the pipeline have the layers that can be
         return InstallReport(chosen.name if isinstance(chosen, Eviction) else chosen.label, settings, plan)
     if isinstance(chosen, Eviction):
         methods = _of_every_layer(chosen, model, plan, shard)
     else:
-        methods = _by_layer(chosen, settings, budget, filters, model, plan, shard)
+        methods = _by_layer(chosen, settings, budget, loaded(calibration), model, plan, shard)
     any_method = next(iter(methods.values()))
     true_queries = any_method.needs_queries and queries == "true"
     before = model.__dict__.get("make_cache")
@@ -197,7 +198,9 @@ def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **argument
     """The method that `install` was given. ValueError when it is none, or does not take these arguments."""
     if not isinstance(given, Eviction):
         method = as_method(given)
-        _check_names(method, {name: value for name, value in arguments.items() if name not in ("budget", "filters")})
+        _check_names(
+            method, {name: value for name, value in arguments.items() if name not in ("budget", "calibration")}
+        )
         return method
     told = [name for name, value in arguments.items() if value is not None]
     if told:
@@ -224,7 +227,7 @@ def _by_layer(
     method: Method,
     settings: Mapping[str, Any],
     budget: int | Budgets | None,
-    filters: Filters | None,
+    calibration: Calibration | None,
     model: nn.Module,
     plan: Sequence[LayerPlan],
     shard: ModelShard,
@@ -233,12 +236,6 @@ def _by_layer(
     own_budgets = None
     if _has_own_budgets(budget):
         own_budgets = layer_budgets(model, plan, part_of_budgets(shard, budget, len(plan)))
-    calibration = load_qfilters(filters) if isinstance(filters, str | os.PathLike) else filters
-    if calibration is not None and not isinstance(calibration, QFiltersCalibration):
-        raise ValueError(
-            f"filters must be a calibration or the path of one, got {type(filters).__name__}; wrap arrays [H,D], one "
-            "per layer, in QFiltersCalibration(arrays)"
-        )
     calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
     share = recent_share(method, settings, calibration)
     methods, ropes = {}, ModelRopes(model)

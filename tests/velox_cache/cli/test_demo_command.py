@@ -30,7 +30,7 @@ def test_progress_is_told_also_while_nothing_is_reported(capsys, monkeypatch, te
 
 
 def test_the_next_steps_can_be_typed():
-    generate, compare, python = demo.next_steps("smollm2-135m", "/tmp/filters.npz", 512)
+    generate, compare, python = demo.next_steps("smollm2-135m", "/tmp/calibration.npz", 512)
     for line in (generate, compare):
         program, command, *words = shlex.split(line, comments=True)
         assert program == "velox"
