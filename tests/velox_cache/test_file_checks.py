@@ -104,7 +104,7 @@ def test_an_array_said_to_be_larger_than_its_file_is_not_allocated(member: str, 
     path = tmp_path / "calibration.npz"
     vc.save_calibration(CALIBRATION, path)
     npz_with(path, member, f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}\n".encode())
-    with pytest.raises(ValueError, match=r"filters\.npz"):
+    with pytest.raises(ValueError, match=r"calibration\.npz"):
         vc.load_calibration(path)
 
 

@@ -148,9 +148,9 @@ def load_calibration(path: str | os.PathLike[str], expect_model_id: str | None =
         statistics = [_stored_statistics(i, names, content) if has else None for i, has in enumerate(has_statistics)]
         calibration = Calibration(filters, **header, statistics=statistics, format_version=version)
     except KeyError as error:
-        raise ValueError(f"{path} is not a Q-Filters calibration: it has no {error}") from error
+        raise ValueError(f"{path} is not a calibration: it has no {error}") from error
     except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{path} cannot be used as a Q-Filters calibration: {error}") from error
+        raise ValueError(f"{path} cannot be used as a calibration: {error}") from error
     if expect_model_id is not None and calibration.model_id != expect_model_id:
         raise ValueError(
             f"{path} was calibrated for model {calibration.model_id!r}, not {expect_model_id!r}; filters belong to one "

@@ -42,7 +42,7 @@ def test_a_demo_ends_with_its_table_and_three_next_steps(tiny_model, letters_dem
     assert main(["demo", "--model", "owner/tiny", "--budgets", "24,16", "--calibration-tokens", "200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(label in line for line in lines for label in ("full cache", "Fusion, ", "StreamingLLM, ")) == 5
-    assert lines[-3:] == demo.next_steps("owner/tiny", str(letters_demo / "filters" / "owner--tiny.npz"), 24)
+    assert lines[-3:] == demo.next_steps("owner/tiny", str(letters_demo / "calibrations" / "owner--tiny.npz"), 24)
 
 
 @pytest.fixture

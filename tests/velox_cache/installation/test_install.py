@@ -211,10 +211,10 @@ def test_a_model_without_full_attention_is_refused_with_the_reason(tiny_model):
         install(model, "qfilters", budget=16)
 
 
-@pytest.mark.parametrize("filters", [[mx.ones((2, 8))] * 2, mx.ones((2, 8)), 5], ids=["list", "array", "int"])
-def test_filters_that_are_no_calibration_are_refused(filters, tiny_model):
-    with pytest.raises(ValueError, match=r"filters must be .* Calibration\(arrays\)"):
-        install(tiny_model(), calibration=filters)
+@pytest.mark.parametrize("given", [[mx.ones((2, 8))] * 2, mx.ones((2, 8)), 5], ids=["list", "array", "int"])
+def test_what_is_no_calibration_is_refused(given, tiny_model):
+    with pytest.raises(ValueError, match=r"calibration must be .* Calibration\(arrays\)"):
+        install(tiny_model(), calibration=given)
 
 
 def test_a_smaller_max_kv_size_is_not_ignored_silently(tiny_model):

@@ -88,7 +88,7 @@ def test_interrupted_write_leaves_the_older_file(calibration, path, monkeypatch)
 
 
 def test_a_missing_folder_is_named(calibration, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere for filters\.npz does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere for calibration\.npz does not exist"):
         save_calibration(calibration, tmp_path / "nowhere" / "calibration.npz")
 
 
@@ -127,7 +127,7 @@ def test_file_that_is_no_npz_is_refused(path):
 
 def test_npz_of_something_else_is_refused(path):
     np.savez(path, weights=np.zeros(3))
-    with pytest.raises(ValueError, match="not a Q-Filters calibration"):
+    with pytest.raises(ValueError, match="not a calibration"):
         load_calibration(path)
 
 
@@ -357,5 +357,5 @@ def test_stored_statistics_without_dimensions_are_refused(path, with_moments, me
 @pytest.mark.parametrize("header", ["3", "[]", '"text"', "null"])
 def test_a_header_that_is_no_mapping_is_refused(path, header):
     rewrite(path, header=np.array(header))
-    with pytest.raises(ValueError, match=r"cannot be used|is not a Q-Filters calibration"):
+    with pytest.raises(ValueError, match=r"cannot be used|is not a calibration"):
         load_calibration(path)
