@@ -8,14 +8,14 @@ from letters import Letters
 
 from velox_cache import calibrate, save_calibration
 from velox_cache.cli import compare as compare_command
-from velox_cache.cli import eval as eval_command
+from velox_cache.cli import eval_costs, eval_queries, eval_readings
 from velox_cache.cli.main import main
 
 
 @pytest.fixture
 def place(tmp_path, tiny_model, monkeypatch):
     """A folder with a model, its filters and a text."""
-    for command in (compare_command, eval_command):
+    for command in (compare_command, eval_costs, eval_queries, eval_readings):
         monkeypatch.setattr(command, "load_model", lambda name: (tiny_model(), Letters()))
     model_folder = tmp_path / "tiny"
     model_folder.mkdir()
