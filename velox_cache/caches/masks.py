@@ -8,7 +8,7 @@ from velox_fn.engine.store import Store, overwrites, seen_rows
 
 
 def ragged_mask(store: Store | None, n_tokens: int, real: tuple[int, ...]) -> mx.array:
-    """Which rows of the next view each query may attend to: bool [B,1,N,n+N], or [B,1,1,n] for the landing step.
+    """Which rows of the next view each query may attend to: bool [B,1,N,n+N], or [B,1,1,n] when one token takes the landing row.
 
     store: the rows before the call, None when there are none. real: tokens among the next N of each sequence. Padding
     is masked; a padding query attends to itself, so that no softmax is empty.

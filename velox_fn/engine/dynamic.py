@@ -43,7 +43,7 @@ Observe = Callable[[Any, mx.array, float | None, mx.array | None, mx.array | Non
 
 
 def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None) -> tuple[Any, View]:
-    """Let a block in, its rows at score 0: nothing is evicted but the dead row whose place a single token takes."""
+    """Let a block in, its rows at score 0: nothing is evicted but the landing row whose place a single token takes."""
     store = state.store
     check_block(store, keys, values, valid)
     positions = arriving_positions(store.offset, keys.shape[2], valid)
