@@ -1,9 +1,9 @@
 """The rows that a method keeps: one record and the moves on it, the same for every method.
 
-A store holds at most `budget` kept rows, and one more after single-token steps: the row that loses under the selection
-rule stays in place until the next token overwrites it, so a step over budget writes O(D) bytes, and a token that
-arrives is seen by its own query even when it is itself the next to go. That one landing row is never shown by
-`kept_rows`.
+A store holds at most `budget` kept rows, and one more after single-token steps: the landing row. It is the row that
+loses under the selection rule, and it stays in place until the next token overwrites it. So a step over budget writes
+O(D) bytes, and a token that arrives is seen by its own query even when it is itself the next to go. `kept_rows` never
+shows the landing row.
 """
 
 import mlx.core as mx
