@@ -148,11 +148,12 @@ def test_help_on_a_factory_names_source_shapes_and_errors(name: str) -> None:
     said = inspect.getdoc(METHODS[name]) or ""
     assert "Source: " in said
     assert re.search(r"arXiv:\d{4}\.\d{5}|no paper", said)
-    assert "`METHODS`" in said  # which says what the common arguments are
-    assert "Raises ValueError" in said
+    if other := re.search(r"rguments and errors are those of `(\w+)`", said):
+        said += inspect.getdoc(getattr(velox_fn, other[1])) or ""
+    assert "Args:" in said
+    assert "Raises:" in said
     for argument in all_methods()[name].calibrated:
-        assert argument in said
-        assert "float32 [H, " in said
+        assert f"{argument}: float32 [H," in said
 
 
 @pytest.mark.parametrize(("table", "said"), [(METHODS, "budget: most rows"), (SCORERS, "float32 [B,H,S]")])
