@@ -8,8 +8,9 @@ from velox_fn.engine.rows import Rows
 from velox_fn.engine.store import Store, used_rows
 from velox_fn.engine.widening import widened
 
-# Bounds the weights held at a time to a few [B,H_q,64,n]: on the CPU, buffers of work that waits pile up.
-_QUERIES_AT_ONCE = 64
+# Bounds the weights held at a time, per query head: on the CPU, buffers of work that waits pile up.
+_WEIGHTS_AT_ONCE = 2**17
+_LEAST_AT_ONCE = 64  # queries: fewer would cost more in launches than they save
 _MASKED = -1e30  # finite, so that a query that sees nothing has no NaN
 
 
@@ -87,8 +88,9 @@ def attention_mass(observed: Observed, power: int = 1) -> mx.array:
     keys = widened(observed.rows.keys)
     n_rows, n_queries = keys.shape[2], observed.query_positions.shape[1]
     total = mx.zeros(observed.scores.shape, mx.float32)
-    for start in range(0, n_queries, _QUERIES_AT_ONCE):
-        stop = min(start + _QUERIES_AT_ONCE, n_queries)
+    at_once = max(_LEAST_AT_ONCE, _WEIGHTS_AT_ONCE // n_rows)
+    for start in range(0, n_queries, at_once):
+        stop = min(start + at_once, n_queries)
         unseen = n_queries - stop  # the block's rows stand last: these come after every query of this range
         weights = _weights(observed, keys[:, :, : n_rows - unseen], start, stop)
         mass = (weights if power == 1 else mx.square(weights)).sum(axis=(2, 3))
