@@ -12,7 +12,7 @@ from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 from velox_fn.engine.store import Store, kept_rows
 
-_ANY_BATCH = 2  # another number than that of heads: an axis in another's place shows
+_ANY_BATCH = 2  # not the number of heads, so that a misplaced axis shows
 
 
 class State(Protocol):
@@ -105,7 +105,7 @@ class Eviction:
     """state -> state as the next token finds it, where rows leave at intervals (`interval`)."""
 
     def __post_init__(self) -> None:
-        # Headers are JSON, which knows no numpy.
+        # Headers of saved caches are JSON, which holds no numpy numbers.
         settings = {name: checks.plain(value) for name, value in self.settings.items()}
         object.__setattr__(self, "settings", {**settings, "interval": settings.get("interval", 1)})
 
