@@ -167,9 +167,7 @@ def _calibration(
     for filters in calibration.filters:
         digest.update(b"" if filters is None else np.asarray(filters).tobytes())
     for layer in calibration.statistics:
-        if (
-            layer is not None and layer.fusion_weights is not None
-        ):  # what else a file holds is made together with its filters
+        if layer is not None and layer.fusion_weights is not None:  # the other statistics follow from the same text
             digest.update(np.asarray(layer.fusion_weights).tobytes() + repr(calibration.fusion).encode())
     return calibration, digest.hexdigest()[:16]
 
