@@ -111,7 +111,7 @@ def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> N
 def _standing_in(options: list[str], parts: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """mlx_lm.server's main takes its options from sys.argv and its parts by name: give it ours meanwhile.
 
-    It ends on an interrupt, so interrupts are heard even in a process that was started deaf to them (a shell's `&`).
+    It ends on an interrupt. Interrupts are switched on even where a shell started the process with them ignored (`&`).
     """
     names, arguments = vars(mlx_lm.server), sys.argv
     theirs = {name: names[name] for name in parts}

@@ -1,7 +1,7 @@
 """Time the caches' operations beside mlx_lm's own caches, in turn, and print medians and ratios.
 
-Where veloxquant-mlx is installed (`make bench-peers`) its Q-Filters cache takes its turn too. Figures of one run can be
-compared with each other; those of two machines, or of a busy one, hardly.
+Where veloxquant-mlx is installed (`make bench-peers`) its Q-Filters cache takes its turn too. Only figures of one run
+compare with each other.
 """
 
 import argparse

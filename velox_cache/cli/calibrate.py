@@ -1,7 +1,7 @@
-"""Make the Q-Filters of a model: run text through it, gather its queries, keep one direction per KV head and layer.
+"""Calibrate a model: run text through it and gather, for each KV head, what calibrated methods take.
 
-A few thousand tokens of any text near to what the model will read are enough. Filters belong to one model. The file
-also holds what other calibrated methods take: keydiff, expected_attention, fusion.
+A few thousand tokens of any text near to what the model will read are enough. The file holds the
+filters of qfilters, and the statistics of keydiff, expected_attention and fusion. It belongs to one model.
 
 Under mlx.launch the ranks share out the text, each with the whole model; with --shard they share out the model.
 """

@@ -1,6 +1,6 @@
 """Fetch a small model, calibrate it, and run it under several caches side by side.
 
-Nothing is staged: a model this small may well lose the planted fact in a small cache, and the table says so.
+A small model may lose the planted fact in a small cache. The table then says so.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Generate text inside a bounded cache.
 
-The text goes to stdout as it comes; one line about the cache follows on stderr. Under mlx.launch the ranks hold the
-model together, and each the cache of its own part.
+The text goes to stdout as it comes; one line about the cache follows on stderr. Under mlx.launch each rank
+holds a part of the model, and the cache of that part.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Progress on stderr: bars that are gone when the work is done, and lines that also show where there is no terminal."""
+"""Progress on stderr: bars that vanish when the work is done, and lines that also show where there is no terminal."""
 
 import sys
 import threading
@@ -71,7 +71,7 @@ def told_progress(total: int, every: float = 3.0) -> Iterator[Callable[[str, int
 
 
 def progress_line(what: str, share: float, seconds: float) -> str:
-    """What is being done, the share that is done, and how long it takes still, at the pace so far."""
+    """What is being done, the share that is done, and the time left at the pace so far."""
     left = f"about {seconds * (1 - share) / share:.0f} s left" if share > 0 else f"{seconds:.0f} s so far"
     return f"{what}: {min(share, 1):.0%} of all, {left}"
 

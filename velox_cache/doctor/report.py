@@ -1,4 +1,4 @@
-"""What an installation is, whether its kernels are right and how fast it is: one report to attach to an issue."""
+"""The report on an installation: versions and machine, whether the kernels are right, and how fast it is."""
 
 import platform
 import subprocess
@@ -54,8 +54,8 @@ def as_text(findings: list[Finding], width: int = 100) -> str:
 
 
 def _tried(topic: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What `look` finds. What breaks it is a finding too: a kernel that Apple's compiler refuses, a chex and a jax that
-    do not fit each other, whatever that raises."""
+    """What `look` finds. An exception in it is a finding too: a kernel that does not compile, or versions of chex and
+    jax that do not fit each other."""
     try:
         yield from look()
     except Exception as error:

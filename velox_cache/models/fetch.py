@@ -73,10 +73,12 @@ def default_precision() -> Precision:
 
 
 def _make(folder: Path, source: Source, precision: Precision, console: Console) -> None:
-    from velox_cache.models.convert import convert_gguf  # late: gguf is needed by this step alone
+    from velox_cache.models.convert import convert_gguf  # imported late: only this step needs gguf
 
     prefix = f".{folder.name}.partial-"
-    for stale in folder.parent.glob(f"{prefix}*"):  # left by a killed process: we hold the lock, so nobody works there
+    for stale in folder.parent.glob(
+        f"{prefix}*"
+    ):  # left by a process that was killed: with the lock held, no other works there
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as partial, _progress(console) as progress:
         workplace = Path(partial)

@@ -104,7 +104,7 @@ def _weights(observed: Observed, keys: mx.array, start: int, stop: int) -> mx.ar
     queries = observed.queries[:, :, :, start:stop]
     logits = queries.reshape(batch, n_kv_heads, -1, head_dim) @ keys.swapaxes(-1, -2)
     logits = logits.reshape(*queries.shape[:-1], n_rows)
-    # Kept rows precede the block, whose rows and padding stand alike in every head: the first one's mask is everyone's.
+    # Kept rows precede the block, and the block stands alike in every head: the first head's mask is that of all.
     at_row = observed.positions[:, :1, None, None, :n_rows]
     at_query = observed.query_positions[:, None, None, start:stop, None]
     visible = (at_row >= 0) & (at_row <= at_query)

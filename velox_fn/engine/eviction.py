@@ -22,7 +22,7 @@ else:
 
     StateT, StateT_co = TypeVar("StateT"), TypeVar("StateT_co", covariant=True)
 
-_ANY_BATCH = 2  # another number than that of heads: an axis in another's place shows
+_ANY_BATCH = 2  # not the number of heads, so that a misplaced axis shows
 
 
 class State(Protocol):
@@ -116,7 +116,7 @@ class Eviction(Generic[StateT]):
     """state -> state as the next token finds it, where rows leave at intervals (`interval`)."""
 
     def __post_init__(self) -> None:
-        # Headers are JSON, which knows no numpy.
+        # Headers of saved caches are JSON, which holds no numpy numbers.
         settings = {name: checks.plain(value) for name, value in self.settings.items()}
         object.__setattr__(self, "settings", {**settings, "interval": settings.get("interval", 1)})
 

@@ -172,7 +172,7 @@ def settled_back(store: Store, n_tokens: int) -> Store:
     Rows that have settled since then wait for their ranks again: right for scores that are frozen, and for no others.
     """
     span, seen = span_of(store), store.seen_by_all - n_tokens
-    since = seen % span.interval or min(seen, span.interval)  # a boundary cuts when the next token comes
+    since = seen % span.interval or min(seen, span.interval)  # at a boundary rows leave only when the next token comes
     n_sequences, settled = len(span.seen), seen - since
     after = replaced(
         span,

@@ -101,7 +101,7 @@ def check_block(store: Store, keys: mx.array, values: mx.array, valid: mx.array 
     # One dtype is given for both when a state begins: the first values may bring another.
     checks.block_dtypes(keys, values, store.keys.dtype, store.values.dtype if store.filled else values.dtype)
     if valid is not None:
-        checks.real_tokens(valid, batch)  # how many is on the device: whoever pads knows it, and counts
+        checks.real_tokens(valid, batch)  # the numbers are on the device, so only the caller can check them
     else:
         checks.countable(store.seen_by_all, keys.shape[2])
 

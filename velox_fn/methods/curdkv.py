@@ -271,7 +271,7 @@ def _leverage(
     weighted = weighted_rows(weights, values)
     matrix, (before,) = gram(weighted), state.basis
     basis = tracked_directions(matrix, before) if n_tokens == 1 else leading_directions(matrix, before.shape[-1])
-    if valid is not None:  # a sequence of which the block holds padding alone has shown no direction
+    if valid is not None:  # where a sequence has padding alone, its directions stay
         basis = mx.where((valid > 0)[:, None, None, None], basis, before)
     return leverage_along(weighted, basis[..., -state.rank_cap :]), (basis,)
 

@@ -195,7 +195,9 @@ def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
         moments = params[len(directions) :]
         fused = _combined(combine, [_in_units(*term) for term in zip(scores, moments[::2], moments[1::2], strict=True)])
         for t in {terms[0] for terms in seen_by.values() if terms}:
-            fused = fused + 0 * scores[t]  # or NaN where a row is not finite, also where this term is left out
+            fused = (
+                fused + 0 * scores[t]
+            )  # adds 0, or NaN where the row is not finite, also where this term is left out
         return fused
 
     def _in_units(scores: mx.array, centre: mx.array, spread: mx.array) -> mx.array:

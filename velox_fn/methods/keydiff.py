@@ -104,7 +104,7 @@ def _running_update(
     positions = select.rank_positions(rows.ranks)
     unit = unit_keys(rows.keys)
     counted = mx.isfinite(unit) & (positions >= 0)[..., None]
-    mean = mx.where(counted, unit, 0.0).sum(axis=2)  # but for its length, which orders nothing
+    mean = mx.where(counted, unit, 0.0).sum(axis=2)  # times a number, which does not change the order
     store = with_scores(landed.store, minus_cosine(rows.keys, mean, MLX_SUMS), keys.shape[2])
     return dataclasses.replace(landed, store=store), tied(view, store)
 

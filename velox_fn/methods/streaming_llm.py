@@ -78,7 +78,7 @@ def streaming_llm(
         queries: mx.array | None = None,
         valid: mx.array | None = None,
     ) -> tuple[StaticState, View]:
-        if valid is not None:  # asks for the ranks of every row, here as in the update
+        if valid is not None:  # a padded update needs the ranks of every row
             state = plain.scored(state)
         after, view = plain.update(state, keys, values, valid=valid)
         if spec is not None:
