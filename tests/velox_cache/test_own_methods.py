@@ -104,7 +104,7 @@ def test_comparisons_the_builder_and_the_command_line_take_it(tiny_model, regist
     assert built[0].method.settings["budget"] == 512
     assert main(["methods"]) == 0
     assert (
-        "short\n  Short values stay.\n  settings: budget=512, n_sink=4, recent=0, interval=1" in capsys.readouterr().out
+        "short\n  Short values stay.\n  settings: budget=512, n_sink=4, recent=0, interval=1, pinned=()" in capsys.readouterr().out
     )
 
 

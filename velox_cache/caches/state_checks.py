@@ -16,7 +16,7 @@ from velox_fn.engine.records import arrays, statics
 from velox_fn.engine.select import rank_positions
 from velox_fn.engine.store import Store
 
-_SETTLED = ("budget", "n_sink", "recent", "rollback")  # what a store takes from its method's settings
+_SETTLED = ("budget", "n_sink", "recent", "rollback", "pinned")  # what a store takes from its method's settings
 _COUNTED = ("filled", "seen_by_all", "warm_up", "unscored")
 
 

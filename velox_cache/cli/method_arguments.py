@@ -22,7 +22,7 @@ METHOD_EXAMPLES = """settings:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """--method, --budget, --recent, --n-sink, --set, --filters, --queries."""
+    """--method, --budget, --recent, --n-sink, --pinned, --set, --filters, --queries."""
     group = parser.add_argument_group("cache")
     group.add_argument(
         "--method",
@@ -35,6 +35,13 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--recent", type=int, metavar="R", help="latest rows that always stay (default: 3/4 of the budget)"
     )
     group.add_argument("--n-sink", type=int, metavar="N", help="first rows that always stay (default: 4)")
+    group.add_argument(
+        "--pinned",
+        type=_range,
+        action="append",
+        metavar="START:STOP",
+        help="positions that always stay, such as 0:120 for a system prompt; may be given several times",
+    )
     group.add_argument(
         "--set",
         dest="settings",
@@ -55,7 +62,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
 
 def method_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings that were given, by name: what `velox_cache.install` takes as keywords."""
-    common = {name: getattr(arguments, name) for name in ("budget", "recent", "n_sink")}
+    common = {name: getattr(arguments, name) for name in ("budget", "recent", "n_sink", "pinned")}
     given = {name: value for name, value in common.items() if value is not None}
     for name, value in arguments.settings:
         if name in given:
@@ -86,6 +93,13 @@ def install_method(
     if filters is None and "filters" in method_named(arguments.method).calibrated:
         print("note: without --filters, a worse stand-in is used; `velox calibrate` makes filters", file=sys.stderr)
     return report
+
+
+def _range(text: str) -> tuple[int, int]:
+    start, colon, stop = text.partition(":")
+    if not colon or not start.isdecimal() or not stop.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form START:STOP, such as 0:120")
+    return int(start), int(stop)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -32,6 +32,7 @@ from velox_cache.introspection.shard import ModelShard, model_shard
 from velox_cache.known_methods import as_method
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.pinned import pinned_ranges
 from velox_fn.method import PLACES, Method
 from velox_fn.registry import find_method
 
@@ -139,6 +140,10 @@ def install(
     token sees does not depend on how the text was cut into calls; up to budget + interval rows are held. Calls of the
     model that cross a boundary are taken apart there. snapshots: how many earlier boundaries `trim` can go back beyond;
     each takes the memory of one more cache.
+
+    pinned, a setting of every method too: half-open ranges of positions whose rows never leave, such as [(0, 120)] for
+    a system prompt of 120 tokens. They count in the budget; `recent` then defaults to its share of what they leave.
+    `EvictingKVCache.pin` pins more for one sequence.
 
     On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
     them installs: its caches hold its own heads and layers, with their part of `filters`, which are the whole model's,
@@ -323,9 +328,10 @@ def _with_default_recent(method: Method, settings: Mapping[str, Any], share: flo
     try:
         budget = checks.whole_number("budget", asked["budget"], 1)
         n_sink = checks.whole_number("n_sink", asked["n_sink"], 0)
+        free = budget - sum(stop - start for start, stop in pinned_ranges(asked.get("pinned", ())))
     except ValueError:
         return settings  # the factory says what is wrong
-    return {**settings, "recent": max(0, min(int(share * budget), budget - n_sink - 1))}
+    return {**settings, "recent": max(0, min(int(share * free), free - n_sink - 1))}
 
 
 def _settings_of_all(methods: Sequence[Eviction]) -> dict[str, Any]:

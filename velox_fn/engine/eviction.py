@@ -94,7 +94,11 @@ class Eviction:
     def __post_init__(self) -> None:
         # Headers are JSON, which knows no numpy.
         settings = {name: checks.plain(value) for name, value in self.settings.items()}
-        object.__setattr__(self, "settings", {**settings, "interval": settings.get("interval", 1)})
+        object.__setattr__(
+            self,
+            "settings",
+            {**settings, "interval": settings.get("interval", 1), "pinned": settings.get("pinned", [])},
+        )
 
     @functools.cached_property
     def states_fit(self) -> None:

@@ -35,6 +35,7 @@ from velox_fn.engine.dynamic import dynamic_eviction, land, updated, with_scores
 from velox_fn.engine.eviction import Eviction, Init
 from velox_fn.engine.interval import at_intervals, begun_at_intervals, interval_update
 from velox_fn.engine.observation_window import last_queries
+from velox_fn.engine.pinned import Pinned, pinned_state, pinning
 from velox_fn.engine.records import record
 from velox_fn.engine.rows import Rows, View
 from velox_fn.engine.store import Store, init_store, used_rows
@@ -68,6 +69,7 @@ def curdkv_init(
     mean: bool = False,
     solver: str = "subspace",
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> CurDKVState:
     """An empty state.
 
@@ -89,7 +91,7 @@ def curdkv_init(
     tracks = solver == "subspace" and granularity == "block" and store.values.shape[-1] > 4 * rank_cap
     basis = (mx.zeros((batch, n_kv_heads, store.values.shape[-1], 2 * rank_cap)),) if tracks else ()
     state = CurDKVState(store=store, rank_cap=rank_cap, granularity=granularity, window=window, mean=mean, basis=basis)
-    begun: CurDKVState = begun_at_intervals(state, interval)
+    begun: CurDKVState = begun_at_intervals(pinned_state(state, pinned), interval)
     return begun
 
 
@@ -165,6 +167,7 @@ def curdkv(
     mean: bool = False,
     solver: str = "subspace",
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction:
     """The CurDKV method with these settings; arguments and errors as for `curdkv_init`."""
     settings: dict[str, Any] = {
@@ -180,7 +183,8 @@ def curdkv(
 
     init: Init = functools.partial(curdkv_init, **settings)
     init(1, 1, 1)  # refuses settings that cannot work
-    return at_intervals(dynamic_eviction("curdkv", init, curdkv_observe, settings), interval)
+    method = dynamic_eviction("curdkv", init, curdkv_observe, settings)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def _scored(

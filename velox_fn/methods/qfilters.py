@@ -22,6 +22,7 @@ from velox_fn.directions.key_svd import warm_up
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction, Init
 from velox_fn.engine.interval import at_intervals, begun_at_intervals, interval_update
+from velox_fn.engine.pinned import Pinned, pinned_state, pinning
 from velox_fn.engine.records import record, replaced
 from velox_fn.engine.rows import View
 from velox_fn.engine.scorers import metal_projection, projection_terms
@@ -61,6 +62,7 @@ def qfilters_init(
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> QFiltersState:
     """An empty state.
 
@@ -87,7 +89,7 @@ def qfilters_init(
         rollback=rollback,
         use_metal_kernels=use_metal_kernels,
     )
-    begun: QFiltersState = begun_at_intervals(state, interval)
+    begun: QFiltersState = begun_at_intervals(pinned_state(state, pinned), interval)
     return begun
 
 
@@ -163,6 +165,7 @@ def qfilters(
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction:
     """The Q-Filters method with these settings; arguments and errors as for `qfilters_init`."""
     settings: dict[str, Any] = {
@@ -181,7 +184,8 @@ def qfilters(
     init: Init = functools.partial(_init, **settings, filters=filters, use_metal_kernels=use_metal_kernels)
     init(1, n_kv_heads, head_dim)  # refuses settings that cannot work
     params = {} if filters is None else {"filters": filters}
-    return at_intervals(Eviction(init, _update, "qfilters", settings, params, scored=_scored), interval)
+    method = Eviction(init, _update, "qfilters", settings, params, scored=_scored)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def _scored(state: QFiltersState) -> QFiltersState:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, static_eviction
 
@@ -28,6 +29,7 @@ def random_eviction(
     first_head: int = 0,
     rollback: int = 0,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction:
     """The random method. `layer` makes layers draw apart. ValueError on counts that cannot work.
 
@@ -49,7 +51,7 @@ def random_eviction(
         numbers=(mx.array(_mixed(_mixed(draws["seed"]) ^ draws["layer"]), mx.uint32), mx.array(first_head, mx.uint32)),
         settings=draws,
     )
-    return at_intervals(method, interval)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def _drawn(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:

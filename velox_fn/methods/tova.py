@@ -18,14 +18,16 @@ from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.observation_window import last_queries
+from velox_fn.engine.pinned import Pinned, pinning
 
 
-def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction:
+def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1, pinned: Pinned = ()) -> Eviction:
     """The TOVA method. ValueError on counts that cannot work."""
     budget, n_sink, _ = checks.row_limits(budget, n_sink, 0)
 
     init = dynamic_init(budget=budget, n_sink=n_sink, recent=0)
-    return at_intervals(dynamic_eviction("tova", init, tova_observe, {"budget": budget, "n_sink": n_sink}), interval)
+    method = dynamic_eviction("tova", init, tova_observe, {"budget": budget, "n_sink": n_sink})
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def tova_observe(
