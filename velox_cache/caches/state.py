@@ -131,8 +131,8 @@ def _method(header: dict[str, Any], params: Sequence[mx.array]) -> Eviction:
 
 
 def _pinned(header: dict[str, Any]) -> tuple[Ranges, ...]:
-    """What the rows have pinned; nothing in a cache that was written before rows could."""
-    given = header.get("pinned", [])
+    """What the rows have pinned."""
+    given = header["pinned"]
     try:
         found = tuple(pinned_ranges(ranges) for ranges in given)
     except (TypeError, ValueError):

@@ -31,7 +31,8 @@ def require(holds: bool, contradiction: str) -> None:
 
 def check_header(header: Mapping[str, Any]) -> None:
     """The header's fields by themselves: all there, of their types, counts in range."""
-    kinds = {"method": str, "settings": dict, "params": list, "offsets": list, "batched": bool, "true_queries": bool}
+    kinds = {"method": str, "settings": dict, "params": list, "offsets": list, "pinned": list}
+    kinds |= {"batched": bool, "true_queries": bool}
     for name, kind in kinds.items():
         require(isinstance(header.get(name), kind), f"its header has {name}={header.get(name)!r}")
     offsets, lengths, record = header["offsets"], header.get("lengths"), header.get("record")

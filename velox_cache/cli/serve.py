@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8080, help="port to listen on (default: 8080)")
     parser.add_argument(
+        "--pin-system",
+        action="store_true",
+        help="keep all of a chat up to the end of its system message; it counts in the budget, which it must fit",
+    )
+    parser.add_argument(
         "--server-options",
         nargs=argparse.REMAINDER,
         default=[],
@@ -52,5 +57,5 @@ def run(arguments: argparse.Namespace) -> int:
             return "the model's own caches, unbounded"
         return install(model, arguments.method, filters=arguments.filters, queries=arguments.queries, **settings)
 
-    serve(arguments.model if folder is None else str(folder), bound, options)
+    serve(arguments.model if folder is None else str(folder), bound, options, pin_system=arguments.pin_system)
     return 0

@@ -2,8 +2,8 @@
 
 Each row has a *rank*, an int64 that packs its score and its position, so that the whole order of the rule is the order
 of integers: a higher score is better; among equal scores the lower position is better; a padding row (position -1) is
-worse than every token. Scores frozen in a rank hold +inf for sinks and pinned positions. Rows of the recent window are lifted above
-everything only at the moment of choosing, since the window moves.
+worse than every token. Scores frozen in a rank hold +inf for sinks and pinned positions. Rows of the recent window are
+lifted above everything only at the moment of choosing, since the window moves.
 
 Scores that grow with the position turn the tie around: among equals the higher position is better. Float32 has no room
 for every position, so rows that differ in age alone may round to equal scores, and then their order is still exact.
