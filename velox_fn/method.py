@@ -22,8 +22,11 @@ _OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, "pinned":
 class Method:
     """A factory, by a name, and facts of it that its arguments alone do not tell.
 
-    The arguments of the factory are keywords with defaults, `budget` among them; those that are no calibrated array and
-    no place are the method's settings. Raises ValueError when a fact names an argument that the factory does not take.
+    The arguments of the factory are keywords with defaults, `budget` among them. Those that are no calibrated array and
+    no place are the method's settings.
+
+    Raises:
+        ValueError: a fact names an argument that the factory does not take.
     """
 
     name: str | None
@@ -97,8 +100,9 @@ class Method:
         """The Eviction with these arguments. `interval` and `pinned` may be among them also where the factory does not
         take them.
 
-        Raises ValueError as the factory does, and when what it returns cannot be made anew from its name and settings,
-        as loading a saved cache does.
+        Raises:
+            ValueError: as the factory does; or what it returns cannot be made anew from its name and settings, as
+                loading a saved cache does.
         """
         added = {
             name: arguments.pop(name, default)

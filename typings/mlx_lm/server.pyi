@@ -14,6 +14,7 @@ class ModelProvider:
     model: nn.Module
     tokenizer: Any
     is_batchable: bool
+    _model_map: dict[str, str]
     def __init__(self, cli_args: argparse.Namespace) -> None: ...
     def load_default(self) -> None: ...
     def reset(self) -> None: ...
@@ -25,6 +26,8 @@ class ModelProvider:
 class CompletionRequest:
     request_type: str
     prompt: Any
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
 
 @dataclass
 class SamplingArguments: ...
@@ -41,6 +44,7 @@ class GenerationArguments:
     sampling: SamplingArguments
     max_tokens: int
     stop_words: list[str]
+    chat_template_kwargs: dict[str, Any] | None
 
 class GenerationContext:
     _should_stop: bool

@@ -16,7 +16,7 @@ from velox_cache.caches.state_checks import check_header, check_leaves, check_ro
 from velox_cache.known_methods import method_named
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.pinned import pinned_by_sequence, pinned_ranges
-from velox_fn.engine.records import arrays, statics, with_arrays, with_statics
+from velox_fn.engine.records import arrays, refilled, statics, with_statics
 from velox_fn.engine.store import Ranges
 
 FORMAT_VERSION = 2  # 1: without a digest
@@ -159,4 +159,4 @@ def _record(
     empty = with_places(empty, leaves, len(arrays(empty)))
     check_leaves(leaves, empty, fields)
     here = {**fields, "store": {**fields["store"], "metal": empty.store.metal}}  # the machine may be another one
-    return with_statics(with_arrays(empty, list(leaves)), here)
+    return with_statics(refilled(empty, list(leaves)), here)

@@ -31,8 +31,8 @@ def require(holds: bool, contradiction: str) -> None:
 
 def check_header(header: Mapping[str, Any]) -> None:
     """The header's fields by themselves: all there, of their types, counts in range."""
-    kinds = {"method": str, "settings": dict, "params": list, "offsets": list, "pinned": list}
-    kinds |= {"batched": bool, "true_queries": bool}
+    kinds = {"method": str, "settings": dict, "batched": bool, "true_queries": bool}
+    kinds |= dict.fromkeys(("params", "offsets", "pinned"), list)
     for name, kind in kinds.items():
         require(isinstance(header.get(name), kind), f"its header has {name}={header.get(name)!r}")
     offsets, lengths, record = header["offsets"], header.get("lengths"), header.get("record")
@@ -87,7 +87,7 @@ def check_rows(rows: Sequences, method: Eviction, true_queries: bool, can_take_b
         return
     store = rows.store
     seen = [int(offset) for offset in np.array(store.offset)]
-    require(list(rows.offset_per_row) == seen, f"its header has offsets={list(rows.offsets)}, its arrays {seen}")
+    require(list(rows.offset_of_each) == seen, f"its header has offsets={list(rows.offsets)}, its arrays {seen}")
     require(store.seen_by_all == min(seen), f"its header has seen_by_all={store.seen_by_all}, its arrays {seen}")
     if store.span is not None:
         contradiction = span_contradiction(store, seen)

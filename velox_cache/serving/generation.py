@@ -33,6 +33,7 @@ class ServingGenerator(ResponseGenerator):
         self, model_provider: ModelProvider, prompt_cache: PromptPrefixes, *, pin_system: bool = False
     ) -> None:
         self._pin_system = pin_system
+        self._prefixes = prompt_cache
         self._in_hand: list[Replies] = []
         self._arrived = 0
         limit = model_provider.cli_args.prompt_cache_bytes
@@ -114,7 +115,7 @@ class ServingGenerator(ResponseGenerator):
         for cache in flat_caches(fresh or []):
             if isinstance(cache, EvictingKVCache):
                 cache.pin([(0, end)])
-        self.prompt_cache.begin_with(fresh)
+        self._prefixes.begin_with(fresh)
 
 
 def make_sampler(args: GenerationArguments, tokenizer: Any) -> Sampler:

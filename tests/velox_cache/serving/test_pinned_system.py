@@ -37,7 +37,7 @@ def prompt_of(loaded: Any, store: PromptPrefixes, messages: list[dict[str, str]]
     model, tokenizer = loaded
     prompt = rendered(tokenizer, messages)
     provider = SimpleNamespace(model=model, cli_args=SimpleNamespace(chat_template_args={}))
-    generator: Any = SimpleNamespace(model_provider=provider, prompt_cache=store)
+    generator: Any = SimpleNamespace(model_provider=provider, _prefixes=store)
     request: Any = SimpleNamespace(request_type="chat", messages=messages, tools=None)
     arguments: Any = SimpleNamespace(chat_template_kwargs=None)
     ServingGenerator._begin_pinned(generator, tokenizer, request, arguments, prompt)
