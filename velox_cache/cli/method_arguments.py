@@ -74,7 +74,7 @@ def method_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def install_method(
-    model: "nn.Module", arguments: argparse.Namespace, model_id: str | None = None
+    model: "nn.Module", arguments: argparse.Namespace, model_id: str | None = None, *, snapshots: int = 0
 ) -> "InstallReport | None":
     """Give `model` the caches that the options ask for; what was done, or None for the full cache.
 
@@ -91,7 +91,9 @@ def install_method(
         uninstall(model)
         return None
     calibration = load_calibration(arguments.calibration, expect_model_id=model_id) if arguments.calibration else None
-    report = install(model, arguments.method, calibration=calibration, queries=arguments.queries, **settings)
+    report = install(
+        model, arguments.method, calibration=calibration, queries=arguments.queries, snapshots=snapshots, **settings
+    )
     if calibration is None and "filters" in method_named(arguments.method).calibrated:
         print(
             "note: without --calibration, a worse stand-in is used; `velox calibrate` makes a calibration",

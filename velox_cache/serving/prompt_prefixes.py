@@ -4,7 +4,7 @@ import copy
 import logging
 from typing import Any
 
-from mlx_lm.models.cache import LRUPromptCache, PromptTrie, can_trim_prompt_cache
+from mlx_lm.models.cache import LRUPromptCache, PromptTrie
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.query_tap import flat_caches
@@ -78,13 +78,20 @@ def _with_pins(model: Any, cache: list[Any]) -> Any:
     return (model, pinned) if any(pinned) else model
 
 
+def _may_reach(layer: Any) -> bool:
+    """Whether asking this cache to take back tokens is right: at intervals, some can be at any time."""
+    return layer.is_trimmable() or (isinstance(layer, EvictingKVCache) and layer.interval > 1)
+
+
 def _taken_back(cache: list[Any], n_tokens: int) -> list[Any] | None:
     """A copy of `cache` without its last tokens, None if it cannot be had. Copies share arrays until they differ."""
     try:
         shorter = copy.deepcopy(cache)
         if n_tokens == 0:
             return shorter
-        reached = can_trim_prompt_cache(shorter) and all(layer.trim(n_tokens) == n_tokens for layer in shorter)
+        reached = all(map(_may_reach, flat_caches(shorter))) and all(
+            layer.trim(n_tokens) == n_tokens for layer in shorter
+        )
     except Exception as error:  # a promise that one layer cannot keep; whatever it is, the tokens are computed instead
         logging.info(f"{n_tokens} tokens of a stored prompt cache cannot be taken back: {error}")
         return None
