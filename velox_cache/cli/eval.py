@@ -58,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind.add_argument("--snapshots", type=int, default=1, metavar="N", help="as for `velox serve` (default: 1)")
         if name == "attention":
             add_calibration_argument(kind, "what `velox calibrate` made", required=True)
+        if name == "saved-intervals":
+            kind.add_argument(
+                "folder", help="with METHOD-TEXT.json files, as `velox eval intervals --json` writes them"
+            )
         if name == "synthetic":
             kind.add_argument("subject", choices=tuple(SYNTHETIC), help="which method's made-up data")
         kind.add_argument("--json", metavar="FILE", help="write every number there")
@@ -93,6 +97,7 @@ _KINDS: Mapping[str, tuple[str, bool, bool]] = MappingProxyType(
         "recency": ("how many recent rows to protect, at a budget", True, True),
         "prefill": ("prefill at once against chunks, of the cache alone: kept rows and time", False, True),
         "intervals": ("what eviction at intervals costs in quality, at equal peak rows (--budget)", True, True),
+        "saved-intervals": ("the means of saved `velox eval intervals`, over all texts of each method", False, False),
         "agent-session": (
             "how much of an agent's prompts the server's store spares, replies cold and warm",
             True,
@@ -113,6 +118,7 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
         "recency": eval_readings.recency,
         "prefill": eval_costs.prefill,
         "intervals": eval_readings.intervals,
+        "saved-intervals": eval_readings.saved_intervals,
         "agent-session": eval_costs.agent_session,
         "memory": eval_costs.memory,
         "curdkv": eval_readings.curdkv,
