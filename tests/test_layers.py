@@ -133,11 +133,12 @@ ROOMS = {
     "installation": {"known_methods", "caches", "introspection", "calibration"},
     "architectures": {"introspection", "installation"},
     "compat": {"known_methods", "caches", "introspection", "calibration", "installation"},
+    "serving": {"installation", "introspection", "caches"},
     "harness": {"known_methods", "file_checks", "caches", "introspection", "calibration", "installation"},
     "learning": {"file_checks", "calibration", "harness"},
-    "evaluation": {"known_methods", "distributed", "caches", "introspection", "calibration", "installation", "harness"},
+    "evaluation": {"known_methods", "distributed", "caches", "introspection", "calibration", "installation", "harness"}
+    | {"serving"},
     "bench": {"known_methods", "file_checks", "caches", "introspection", "calibration", "installation"},
-    "serving": {"installation", "introspection", "caches"},
     "serve": {"serving", "installation", "introspection", "caches"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}

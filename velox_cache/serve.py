@@ -67,11 +67,13 @@ class EvictingModelProvider(ModelProvider):
         self.is_batchable = all(hasattr(cache, "merge") for cache in make_prompt_cache(self.model))
 
 
-def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> None:
+def serve(model: str, install: Install, server_options: Sequence[str] = (), *, pin_system: bool = False) -> None:
     """Run mlx_lm.server for `model` in the main thread, until interrupted.
 
     install: puts evicting caches into a loaded model, such as `lambda model: velox_cache.install(model, budget=1024)`;
     no `rollback`, since the server's prompt cache takes back any number of tokens where a cache can be trimmed at all.
+    pin_system: everything up to the end of a chat's system message stays in its cache, as `EvictingKVCache.pin` has it;
+    a request whose system message would fill the budget is refused.
     server_options: arguments of `mlx_lm.server` as on its command line; see `mlx_lm.server --help`.
 
     Raises what loading or `install` raised, and ValueError for a draft model: speculative decoding needs a rollback.
@@ -84,7 +86,7 @@ def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> N
         return provider[0]
 
     def make_generator(*arguments: Any) -> ServingGenerator:
-        generator.append(ServingGenerator(*arguments))
+        generator.append(ServingGenerator(*arguments, pin_system=pin_system))
         return generator[0]
 
     parts: dict[str, Callable[..., Any]] = {

@@ -16,8 +16,10 @@ from velox_cache.caches.trimming import Past, has_evicted, interval_of, rollback
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction, State, check_state
 from velox_fn.engine.interval import interval_parts
+from velox_fn.engine.pinned import Pinned, check_room, pinned_by_sequence, pinned_ranges
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
+from velox_fn.engine.store import Ranges
 
 
 class MissingQueriesError(ValueError):
@@ -161,6 +163,27 @@ class EvictingKVCache:
         if not self._rows.batched:
             return self._rows.offsets[0]
         return mx.array(self._rows.offsets, mx.int32) if self._rows.record is None else self._rows.store.offset
+
+    def pin(self, pinned: Pinned) -> None:
+        """Let the rows at these positions of this sequence never leave, beside those that the method pins.
+
+        pinned: half-open ranges, such as [(0, 120)]: a system prompt, whose length differs from request to request.
+        They count in the budget and go with the sequence: into batches, out of them, into copies and files.
+        Raises ValueError once tokens have come, and when protected rows would fill the budget.
+        """
+        ranges = pinned_ranges(pinned)
+        if self._rows.batched or any(self._rows.offsets):
+            raise ValueError(
+                f"pinned={list(ranges)} comes too late: this cache has seen tokens, some of which may have left; pin "
+                "positions of a fresh cache, before its first token and before it joins a batch"
+            )
+        check_room(self._method, ranges)
+        self._rows = dataclasses.replace(self._rows, pinned=(ranges,))
+
+    @property
+    def pinned(self) -> tuple[Ranges, ...]:
+        """What `pin` was given, for each row of the batch."""
+        return self._rows.pinned_of_each
 
     @property
     def interval(self) -> int:
@@ -394,7 +417,8 @@ class EvictingKVCache:
     def _empty_record(self, keys: mx.array, values: mx.array) -> Any:
         record = self._method.init(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         check_state(record, self._method.name, keys.shape[0])
-        return record
+        own = self._rows.pinned
+        return pinned_by_sequence(record, own * keys.shape[0] if len(own) == 1 else own)
 
     def _absorb(self, caches: Sequence["EvictingKVCache"]) -> None:
         for cache in caches:

@@ -24,7 +24,7 @@ METHOD_EXAMPLES = """settings:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """--method, --budget, --recent, --n-sink, --set, --calibration, --queries."""
+    """--method, --budget, --recent, --n-sink, --pinned, --set, --calibration, --queries."""
     group = parser.add_argument_group("cache")
     group.add_argument(
         "--method",
@@ -37,6 +37,13 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--recent", type=int, metavar="R", help="latest rows that always stay (default: 3/4 of the budget)"
     )
     group.add_argument("--n-sink", type=int, metavar="N", help="first rows that always stay (default: 4)")
+    group.add_argument(
+        "--pinned",
+        type=_range,
+        action="append",
+        metavar="START:STOP",
+        help="positions that always stay, such as 0:120 for a system prompt; may be given several times",
+    )
     group.add_argument(
         "--set",
         dest="settings",
@@ -57,7 +64,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
 
 def method_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings that were given, by name: what `velox_cache.install` takes as keywords."""
-    common = {name: getattr(arguments, name) for name in ("budget", "recent", "n_sink")}
+    common = {name: getattr(arguments, name) for name in ("budget", "recent", "n_sink", "pinned")}
     given = {name: value for name, value in common.items() if value is not None}
     for name, value in arguments.settings:
         if name in given:
@@ -67,7 +74,7 @@ def method_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def install_method(
-    model: "nn.Module", arguments: argparse.Namespace, model_id: str | None = None
+    model: "nn.Module", arguments: argparse.Namespace, model_id: str | None = None, *, snapshots: int = 0
 ) -> "InstallReport | None":
     """Give `model` the caches that the options ask for; what was done, or None for the full cache.
 
@@ -84,13 +91,22 @@ def install_method(
         uninstall(model)
         return None
     calibration = load_calibration(arguments.calibration, expect_model_id=model_id) if arguments.calibration else None
-    report = install(model, arguments.method, calibration=calibration, queries=arguments.queries, **settings)
+    report = install(
+        model, arguments.method, calibration=calibration, queries=arguments.queries, snapshots=snapshots, **settings
+    )
     if calibration is None and "filters" in method_named(arguments.method).calibrated:
         print(
             "note: without --calibration, a worse stand-in is used; `velox calibrate` makes a calibration",
             file=sys.stderr,
         )
     return report
+
+
+def _range(text: str) -> tuple[int, int]:
+    start, colon, stop = text.partition(":")
+    if not colon or not start.isdecimal() or not stop.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form START:STOP, such as 0:120")
+    return int(start), int(stop)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -26,6 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8080, help="port to listen on (default: 8080)")
     parser.add_argument(
+        "--pin-system",
+        action="store_true",
+        help="keep all of a chat up to the end of its system message; it counts in the budget, which it must fit",
+    )
+    parser.add_argument(
+        "--snapshots",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --set interval=: boundaries that a stored cache can be taken back beyond, for prompts that go on "
+        "from before the last reply (default: 1)",
+    )
+    parser.add_argument(
         "--server-options",
         nargs=argparse.REMAINDER,
         default=[],
@@ -41,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder = model_folder(arguments.model)
     settings = method_settings(arguments)
+    snapshots = arguments.snapshots if settings.get("interval", 1) > 1 else 0
     if settings.get("rollback"):
         raise ValueError(
             f"rollback={settings['rollback']} is for speculative decoding, which the server does not offer"
@@ -51,8 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.method == FULL_CACHE:
             return "the model's own caches, unbounded"
         return install(
-            model, arguments.method, calibration=arguments.calibration, queries=arguments.queries, **settings
+            model,
+            arguments.method,
+            calibration=arguments.calibration,
+            queries=arguments.queries,
+            snapshots=snapshots,
+            **settings,
         )
 
-    serve(arguments.model if folder is None else str(folder), bound, options)
+    serve(arguments.model if folder is None else str(folder), bound, options, pin_system=arguments.pin_system)
     return 0

@@ -80,6 +80,10 @@ def install(
     model that cross a boundary are taken apart there. snapshots: how many earlier boundaries `trim` can go back beyond;
     each takes the memory of one more cache.
 
+    pinned, a setting of every method too: half-open ranges of positions whose rows never leave, such as [(0, 120)] for
+    a system prompt of 120 tokens. They count in the budget; `recent` then defaults to its share of what they leave.
+    `EvictingKVCache.pin` pins more for one sequence.
+
     On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
     them installs: its caches hold its own heads and layers, with their part of `calibration`, which is the whole
     model's, as budgets per layer are. group: only for a model whose sharding cannot be seen (`model_shard`).

@@ -54,7 +54,7 @@ def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = 
     check_block(store, keys, values, valid)
     positions = arriving_positions(store.offset, keys.shape[2], valid)
     none_yet = select.Scores(mx.zeros(keys.shape[:3], mx.float32), unseen=(keys, values))
-    ranks = select.arrival_ranks(none_yet, positions, store.n_sink)
+    ranks = select.arrival_ranks(none_yet, positions, store.staying)
     landed, view = landing.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     return dataclasses.replace(state, store=landed), view
 

@@ -118,7 +118,11 @@ class Eviction(Generic[StateT]):
     def __post_init__(self) -> None:
         # Headers of saved caches are JSON, which holds no numpy numbers.
         settings = {name: checks.plain(value) for name, value in self.settings.items()}
-        object.__setattr__(self, "settings", {**settings, "interval": settings.get("interval", 1)})
+        object.__setattr__(
+            self,
+            "settings",
+            {**settings, "interval": settings.get("interval", 1), "pinned": settings.get("pinned", [])},
+        )
 
     @functools.cached_property
     def states_fit(self) -> None:

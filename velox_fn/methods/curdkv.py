@@ -41,6 +41,7 @@ from velox_fn.engine.dynamic import dynamic_eviction, land, updated, with_scores
 from velox_fn.engine.eviction import Eviction, Init
 from velox_fn.engine.interval import at_intervals, begun_at_intervals, interval_update
 from velox_fn.engine.observation_window import last_queries
+from velox_fn.engine.pinned import Pinned, pinned_state, pinning
 from velox_fn.engine.records import record
 from velox_fn.engine.rows import Rows, View
 from velox_fn.engine.store import Store, init_store, used_rows
@@ -74,6 +75,7 @@ def curdkv_init(
     mean: bool = False,
     solver: str = "subspace",
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> CurDKVState:
     """An empty state.
 
@@ -93,6 +95,7 @@ def curdkv_init(
         solver: "eigh" finds each step's directions exactly. "subspace" tracks them from one single-token step to the
             next where that is faster (granularity "block", D_v > 4 rank_cap). Blocks are exact with both.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Raises:
         ValueError: a count cannot work, or granularity or solver is unknown.
@@ -107,7 +110,7 @@ def curdkv_init(
     tracks = solver == "subspace" and granularity == "block" and store.values.shape[-1] > 4 * rank_cap
     basis = (mx.zeros((batch, n_kv_heads, store.values.shape[-1], 2 * rank_cap)),) if tracks else ()
     state = CurDKVState(store=store, rank_cap=rank_cap, granularity=granularity, window=window, mean=mean, basis=basis)
-    begun: CurDKVState = begun_at_intervals(state, interval)
+    begun: CurDKVState = begun_at_intervals(pinned_state(state, pinned), interval)
     return begun
 
 
@@ -208,6 +211,7 @@ def curdkv(
     mean: bool = False,
     solver: str = "subspace",
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction[CurDKVState]:
     """The CurDKV method: keep the rows that carry most of what attention puts out.
 
@@ -236,7 +240,8 @@ def curdkv(
 
     init: Init = functools.partial(curdkv_init, **settings)
     init(1, 1, 1)  # refuses settings that cannot work
-    return at_intervals(dynamic_eviction("curdkv", init, curdkv_observe, settings), interval)
+    method = dynamic_eviction("curdkv", init, curdkv_observe, settings)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def _scored(

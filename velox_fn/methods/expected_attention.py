@@ -38,6 +38,7 @@ from velox_fn.engine.attention import Observed, observe_rows
 from velox_fn.engine.dynamic import dynamic_eviction, rescore
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.records import record
 from velox_fn.engine.rope import RopeSpec, mean_rotation, rope_remap_positions, rope_spec, turn_by
 from velox_fn.engine.select import Scores
@@ -69,6 +70,7 @@ def expected_attention(
     query_mean: mx.array | None = None,
     query_cov: mx.array | None = None,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction:
     """The Expected Attention method: keep the rows that future queries are expected to look at.
 
@@ -84,6 +86,7 @@ def expected_attention(
         query_mean: float32 [H,D], the calibrated mean of each KV head's queries, scaled as attention scales them.
         query_cov: float32 [H,D,D], their covariance.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         An `Eviction`: static with calibrated moments, else one that scores by queries.
@@ -111,7 +114,7 @@ def expected_attention(
             params=_checked_moments(query_mean, query_cov),
             settings=settings,
         )
-        return at_intervals(method, interval)
+        return at_intervals(pinning(method, pinned), interval)
     if rollback:
         raise ValueError(f"rollback={rollback} needs query_mean and query_cov: without them queries change all scores")
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
@@ -145,7 +148,8 @@ def expected_attention(
         return dataclasses.replace(state, store=rescore(state.store, observed, scores))
 
     settings = {"budget": budget, "n_sink": n_sink, "recent": recent, **settings}
-    return at_intervals(dynamic_eviction("expected_attention", init, observe, settings), interval)
+    observing = dynamic_eviction("expected_attention", init, observe, settings)
+    return at_intervals(pinning(observing, pinned), interval)
 
 
 def _log_norms(values: mx.array) -> mx.array:

@@ -26,6 +26,7 @@ from velox_fn.engine.attention import attention_mass, observe_rows
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, land, rescore
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.renumber import gap_free, gap_free_view, renumbering
 from velox_fn.engine.rope import RopeSpec
 from velox_fn.engine.rows import View
@@ -40,6 +41,7 @@ def h2o(
     rope: RopeSpec | Mapping[str, Any] | None = None,
     rope_base: float | None = None,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction[DynamicState]:
     """The H2O method: keep the rows that attention has looked at most, and the most recent ones.
 
@@ -54,6 +56,7 @@ def h2o(
         rope: the model's rotary embedding. `install` reads it.
         rope_base: takes the place of the rotary embedding's base.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         An `Eviction` that scores by queries.
@@ -85,7 +88,7 @@ def h2o(
         land=land if spec is None else functools.partial(_land_gap_free, spec),
         shown=None if spec is None else functools.partial(gap_free, rope=spec),
     )
-    return at_intervals(method, interval)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def h2o_observe(
