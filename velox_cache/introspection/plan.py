@@ -116,10 +116,6 @@ def _refusal(model: nn.Module, caches: Sequence[Any]) -> str | None:
             "a layer has several caches whose rows mirror each other (an indexer that picks rows of the other by their "
             "place, or two attentions in one layer); evicting from each by itself would break the match"
         )
-    if any("embed_q" in module for module in modules):
-        return (
-            "keys and values are cached as one latent (MLA), from which eviction by key and value rows is not defined"
-        )
     if any(getattr(module, "block_sparse", False) for module in modules):
         return "attention picks blocks of rows by their place (block-sparse), which evictions shift"
     if any("kv_reuse_layers" in module for module in modules):
