@@ -8,9 +8,7 @@ from velox_fn.engine.attention import Queries, Reading
 from velox_fn.engine.rows import View
 
 
-def queries_over(
-    view: View, queries: mx.array, keys: Any, values: Any, mask: mx.array | None = None
-) -> Queries | None:
+def queries_over(view: View, queries: mx.array, keys: Any, values: Any, mask: mx.array | None = None) -> Queries | None:
     """The queries [B,H_q,S,D'] of a call that was told of the cache whose view this is; None when it read other rows.
 
     keys, values: what attention read. Those of the view themselves, or arrays that the model made of them, row for row:

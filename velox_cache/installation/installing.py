@@ -15,7 +15,7 @@ import mlx.nn as nn
 from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
 from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters
 from velox_cache.calibration.fusion_weights import recent_share
-from velox_cache.installation.layer_arguments import check_heads_together, layer_arguments
+from velox_cache.installation.layer_arguments import check_heads_together, check_values_read, layer_arguments
 from velox_cache.installation.layer_budgets import (
     Budgets,
     LayerBudgetKVCache,
@@ -25,7 +25,8 @@ from velox_cache.installation.layer_budgets import (
 )
 from velox_cache.installation.own_part import part_of_budgets, part_of_calibration
 from velox_cache.installation.parts import call_in_parts, call_whole
-from velox_cache.introspection.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
+from velox_cache.introspection.key_layouts import KeyLayouts, check_filter_layout
+from velox_cache.introspection.plan import LayerPlan, make_caches, plan_layers
 from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
 from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import ModelShard, model_shard
@@ -214,9 +215,11 @@ def _of_every_layer(
     known = find_method(method.name)
     if known is not None:
         check_heads_together(known, shard)
+        check_values_read(known, method.settings, model)
+    layouts = KeyLayouts(model)
     layers = [entry.layer for entry in plan if entry.bounded]
     for layer in layers:
-        check_filter_layout(model, layer, method)
+        check_filter_layout(layouts, layer, method)
     return dict.fromkeys(layers, method)
 
 
@@ -241,21 +244,22 @@ def _by_layer(
         )
     calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
     share = recent_share(method, settings, calibration)
-    methods, ropes = {}, ModelRopes(model)
+    check_values_read(method, settings, model)
+    methods, ropes, layouts = {}, ModelRopes(model), KeyLayouts(model)
     for layer in (entry.layer for entry in plan if entry.bounded):
         arguments = dict(settings)
         if own_budgets is not None:
             arguments["budget"] = own_budgets[layer]
         elif budget is not None:
             arguments["budget"] = budget
-        arguments |= layer_arguments(method, arguments, model, layer, calibration, shard, ropes)
+        arguments |= layer_arguments(method, arguments, model, layer, calibration, shard, ropes, layouts)
         try:
             methods[layer] = method.make(**_with_default_recent(method, arguments, share))
         except ValueError as error:
             if own_budgets is None:  # what is wrong is wrong in every layer
                 raise
             raise ValueError(f"layer {shard.first_layer + layer}: {error}") from error
-        check_filter_layout(model, layer, methods[layer])
+        check_filter_layout(layouts, layer, methods[layer])
     return methods
 
 

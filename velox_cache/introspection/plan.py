@@ -9,14 +9,14 @@ from mlx_lm.models.cache import KVCache
 
 from velox_cache.introspection.cache_kinds import class_name, is_list, is_plain, parts, with_parts
 from velox_cache.introspection.masks_asked_for import masks_asked_for
-from velox_fn.engine.eviction import Eviction
-from velox_fn.methods.fusion import PER_TERM
 
 _OTHERS = {
     "RotatingKVCache": "a sliding window bounds itself",
     "ChunkedKVCache": "chunked attention bounds itself",
     "ArraysCache": "a recurrent state has a fixed size and no rows",
 }
+
+LATENT_ATTENTION = "full attention over latents (MLA): a row is a token's latent with its rotary part, for all heads"
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def plain_caches(model: nn.Module) -> list[Any]:
 def plan_layers(model: nn.Module) -> tuple[LayerPlan, ...]:
     """What `install` would do, entry by entry of the model's prompt cache."""
     caches = plain_caches(model)
-    refusal = _refusal(model, caches)
-    return tuple(_plan(layer, cache, refusal) for layer, cache in enumerate(caches))
+    refusal, full = _refusal(model, caches), LATENT_ATTENTION if caches_latents(model) else "full attention"
+    return tuple(_plan(layer, cache, refusal, full) for layer, cache in enumerate(caches))
 
 
 def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callable[[int], Any]) -> list[Any]:
@@ -55,27 +55,10 @@ def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callabl
     ]
 
 
-def key_layout(model: nn.Module, layer: int) -> tuple[int | None, int | None]:
-    """KV heads of a layer and their dimension, as far as the model tells them."""
-    attention = getattr(model.layers[layer], "self_attn", None) if layer < len(model.layers) else None
-    n_kv_heads = getattr(attention, "n_kv_heads", None) or getattr(attention, "num_key_value_heads", None)
-    head_dim = getattr(attention, "head_dim", None)
-    projection = getattr(getattr(attention, "k_proj", None), "weight", None)
-    if head_dim is None and n_kv_heads is not None and projection is not None:
-        head_dim = projection.shape[0] // n_kv_heads
-    return n_kv_heads, head_dim
-
-
-def check_filter_layout(model: nn.Module, layer: int, method: Eviction) -> None:
-    """ValueError when the method's calibrated arrays cannot fit the layer's heads, as far as the model tells them."""
-    n_kv_heads, head_dim = key_layout(model, layer)
-    for name, array in method.params.items():
-        dims = () if name in PER_TERM else array.shape[1:2]
-        if n_kv_heads not in (None, array.shape[0]) or any(head_dim not in (None, dim) for dim in dims):
-            raise ValueError(
-                f"layer {layer} has {n_kv_heads} KV heads of dimension {head_dim}, but its {name} have shape "
-                f"{tuple(array.shape)}; they belong to another model, calibrate this one"
-            )
+def caches_latents(model: nn.Module) -> bool:
+    """Whether the model's full attention is over latents (MLA): cached are a latent, in the place of the key, and its
+    rotary part, in the place of the value, one row per token for all heads."""
+    return any("embed_q" in module for module in model.modules())
 
 
 def asks_for_mask_arrays(model: nn.Module) -> bool:
@@ -83,7 +66,7 @@ def asks_for_mask_arrays(model: nn.Module) -> bool:
     return masks_asked_for(model, plain_caches(model)).arrays
 
 
-def _plan(layer: int, cache: Any, refusal: str | None) -> LayerPlan:
+def _plan(layer: int, cache: Any, refusal: str | None, full: str) -> LayerPlan:
     name = type(cache).__name__
     if is_list(cache):
         name = f"{name}({', '.join(type(part).__name__ for part in parts(cache))})"
@@ -91,7 +74,7 @@ def _plan(layer: int, cache: Any, refusal: str | None) -> LayerPlan:
         return LayerPlan(layer, name, False, "; ".join(dict.fromkeys(map(_why_not, parts(cache)))))
     if refusal is not None:
         return LayerPlan(layer, name, False, refusal)
-    return LayerPlan(layer, name, True, "full attention")
+    return LayerPlan(layer, name, True, full)
 
 
 def _why_not(cache: Any) -> str:

@@ -14,7 +14,6 @@ import mlx.nn as nn
 
 _MAKES_KEYS = ("k_proj", "kv_b_proj")
 _SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
-_N_KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +39,8 @@ class ModelShard:
         first = self.head_part * n_heads // self.head_parts
         return slice(first, first + max(1, n_heads // self.head_parts))
 
-    def first_head(self, model: nn.Module, layer: int) -> int:
-        """The index, in the whole model, of the first KV head of this rank's layer `layer`."""
-        if self.head_parts == 1:
-            return 0
-        n_local = _local_kv_heads(model.layers[layer], layer)
+    def first_head(self, model: nn.Module, n_local: int) -> int:
+        """The index, in the whole model, of the first KV head of a layer, from the number of those on this rank."""
         return self.head_part * self.whole_kv_heads(model, n_local) // self.head_parts
 
     def whole_kv_heads(self, model: nn.Module, n_local: int) -> int:
@@ -86,18 +82,6 @@ def model_shard(model: nn.Module, group: mx.distributed.Group | None = None) -> 
 def _is_pipeline(module: Any) -> bool:
     """Whether a module has mlx_lm's PipelineMixin, or another package's copy of it."""
     return any(cls.__name__ == "PipelineMixin" for cls in type(module).__mro__)
-
-
-def _local_kv_heads(layer: nn.Module, index: int) -> int:
-    attention: Any = getattr(layer, "self_attn", layer)
-    for module in attention.modules():
-        for name in _N_KV_HEADS:
-            if isinstance(count := getattr(module, name, None), int):
-                return count
-    raise ValueError(
-        f"layer {index} does not say how many KV heads it has, so this rank's cannot be numbered; use a method other "
-        "than random"
-    )
 
 
 def _declared_kv_heads(model: nn.Module) -> int:
