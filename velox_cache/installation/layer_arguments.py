@@ -10,7 +10,7 @@ import mlx.nn as nn
 from velox_cache.calibration.artifact import QFiltersCalibration
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_cache.introspection.key_layouts import KeyLayouts
-from velox_cache.introspection.plan import caches_latents
+from velox_cache.introspection.latents import caches_latents
 from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import WHOLE, ModelShard
 from velox_fn.engine.scorers import SCORERS

@@ -8,6 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from velox_cache.introspection.cache_kinds import class_name, is_list, is_plain, parts, with_parts
+from velox_cache.introspection.latents import caches_latents
 from velox_cache.introspection.masks_asked_for import masks_asked_for
 
 _OTHERS = {
@@ -53,12 +54,6 @@ def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callabl
         with_parts(cache, bounded(entry.layer)) if entry.bounded else cache
         for entry, cache in zip(plan, own, strict=True)
     ]
-
-
-def caches_latents(model: nn.Module) -> bool:
-    """Whether the model's full attention is over latents (MLA): cached are a latent, in the place of the key, and its
-    rotary part, in the place of the value, one row per token for all heads."""
-    return any("embed_q" in module for module in model.modules())
 
 
 def asks_for_mask_arrays(model: nn.Module) -> bool:
