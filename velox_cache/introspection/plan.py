@@ -17,7 +17,11 @@ _OTHERS = {
     "ArraysCache": "a recurrent state has a fixed size and no rows",
 }
 
-LATENT_ATTENTION = "full attention over latents (MLA): a row is a token's latent with its rotary part, for all heads"
+FULL_ATTENTION = "full attention"
+LATENT_ATTENTION = (
+    "full attention over latents (MLA): a row is a token's latent with its rotary part, one for all heads; methods "
+    "that weigh values are refused"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ def plain_caches(model: nn.Module) -> list[Any]:
 def plan_layers(model: nn.Module) -> tuple[LayerPlan, ...]:
     """What `install` would do, entry by entry of the model's prompt cache."""
     caches = plain_caches(model)
-    refusal, full = _refusal(model, caches), LATENT_ATTENTION if caches_latents(model) else "full attention"
+    refusal, full = _refusal(model, caches), LATENT_ATTENTION if caches_latents(model) else FULL_ATTENTION
     return tuple(_plan(layer, cache, refusal, full) for layer, cache in enumerate(caches))
 
 
