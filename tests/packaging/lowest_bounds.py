@@ -1,4 +1,4 @@
-"""Print the lowest version that pyproject allows of each package that is needed to run, as a file of constraints for pip."""
+"""Print the lowest versions that pyproject allows of the packages needed to run, as a file of constraints for pip."""
 
 import tomllib
 from pathlib import Path
