@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from velox_cache.introspection.cache_kinds import class_name, is_list, is_plain, parts, with_parts
-from velox_cache.introspection.latents import caches_latents
+from velox_cache.introspection.latents import caches_latents, latent_attentions
 from velox_cache.introspection.masks_asked_for import masks_asked_for
 
 _OTHERS = {
@@ -93,10 +93,16 @@ def _refusal(model: nn.Module, caches: Sequence[Any]) -> str | None:
     It is all of them or none: a model builds one mask for its full-attention layers from one of their caches.
     """
     modules = list(model.modules())
-    if any(sum(map(is_plain, parts(cache))) > 1 for cache in caches):
+    n_plain = [sum(map(is_plain, parts(cache))) for cache in caches]
+    if max(n_plain, default=0) > 1:
+        if len(latent_attentions(model)) == sum(n_plain):
+            return (
+                "a layer has several attentions with a cache each, and calibrations, budgets and layouts know one "
+                "cache of a layer"
+            )
         return (
             "a layer has several caches whose rows mirror each other (an indexer that picks rows of the other by their "
-            "place, or two attentions in one layer); evicting from each by itself would break the match"
+            "place); evicting from each by itself would break the match"
         )
     if any(getattr(module, "block_sparse", False) for module in modules):
         return "attention picks blocks of rows by their place (block-sparse), which evictions shift"
