@@ -15,7 +15,12 @@ import mlx.nn as nn
 from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
 from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters
 from velox_cache.calibration.fusion_weights import recent_share
-from velox_cache.installation.layer_arguments import check_heads_together, check_values_read, layer_arguments
+from velox_cache.installation.layer_arguments import (
+    check_heads_together,
+    check_queries_together,
+    check_values_read,
+    layer_arguments,
+)
 from velox_cache.installation.layer_budgets import (
     Budgets,
     LayerBudgetKVCache,
@@ -165,6 +170,8 @@ def install(
         methods = _by_layer(chosen, settings, budget, filters, model, plan, shard)
     any_method = next(iter(methods.values()))
     true_queries = any_method.needs_queries and queries == "true"
+    if true_queries:
+        check_queries_together(shard, model)
     before = model.__dict__.get("make_cache")
     before = before.before if isinstance(before, InstalledCaches) else before
     installed = InstalledCaches(

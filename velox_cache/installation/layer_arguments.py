@@ -77,6 +77,16 @@ def check_heads_together(method: Method, shard: ModelShard) -> None:
         )
 
 
+def check_queries_together(shard: ModelShard, model: nn.Module) -> None:
+    """ValueError when rows are scored by the queries of heads that are on several ranks."""
+    if shard.head_parts > 1 and caches_latents(model):
+        raise ValueError(
+            f"the model's own queries score a latent row by all heads of a layer together, and here they are spread "
+            f"over {shard.head_parts} ranks, which share nothing of their caches; spread the model's layers instead "
+            "(pipeline), or use queries='proxy', or a method that needs no queries"
+        )
+
+
 def check_values_read(method: Method, settings: Mapping[str, Any], model: nn.Module) -> None:
     """ValueError when the method scores a row by its value and the model's rows have none."""
     terms = term_names({**method.defaults, **settings}["terms"]) if method.fuses else ()

@@ -12,7 +12,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from velox_cache.introspection.latents import caches_latents
+
 _MAKES_KEYS = ("k_proj", "kv_b_proj")
+_MAKES_QUERIES = ("q_proj", "q_b_proj")  # all that is shared out of latent attention, whose rows every rank holds whole
 _SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
 
 
@@ -65,10 +68,9 @@ def model_shard(model: nn.Module, group: mx.distributed.Group | None = None) -> 
     for _, module in modules:
         if _is_pipeline(module) and module.pipeline_size > 1:
             return ModelShard(mx.distributed.init(), first_layer=module.start_idx, pipelined=True)
+    telling = _MAKES_QUERIES if caches_latents(model) else _MAKES_KEYS
     found: Sequence[Any] = [
-        module.group
-        for name, module in modules
-        if name.rsplit(".", 1)[-1] in _MAKES_KEYS and isinstance(module, _SHARDED)
+        module.group for name, module in modules if name.rsplit(".", 1)[-1] in telling and isinstance(module, _SHARDED)
     ]
     group = found[0] if found else group
     if group is None or group.size() == 1:
@@ -85,5 +87,7 @@ def _is_pipeline(module: Any) -> bool:
 
 
 def _declared_kv_heads(model: nn.Module) -> int:
+    if caches_latents(model):
+        return 1
     declared = (getattr(getattr(module, "args", None), "num_key_value_heads", None) for module in model.modules())
     return next((count for count in declared if isinstance(count, int)), 0)
