@@ -5,10 +5,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from runs import PROMPT, evicting, installed, rows_of, run
 from tiny_models import LATENT, model_of
 
 import velox_cache as vc
+from velox_cache.harness.shared_prefill import shared_prefill
 from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill
 from velox_cache.introspection.plan import plain_caches
 from velox_fn import kept_positions
@@ -91,6 +93,16 @@ def test_methods_by_attention_stay_in_their_budget(architecture: str, method: st
     with installed(architecture, method, budget=12, **settings) as model:
         _, caches = run(model, (17, 1, 1, 9))
     assert {(cache.size(), cache.offset) for cache in evicting(caches)} == {(12, 28)}
+
+
+@pytest.mark.parametrize("method", ["h2o", "l2norm"])
+def test_a_shared_prefill_leaves_what_the_models_own_does(architecture: str, method: str) -> None:
+    shared = shared_prefill(model_of(architecture), PROMPT)
+    with installed(architecture, method, budget=12, **({"grace": 2} if method == "h2o" else {})) as model:
+        own = run(model, (len(PROMPT),))[1]
+        filled = shared.into(make_prompt_cache(model))
+    for one, other in zip(evicting(filled), evicting(own), strict=True):
+        np.testing.assert_array_equal(*(np.array(kept_positions(cache.record)) for cache in (one, other)))
 
 
 @pytest.mark.parametrize("method", ["curdkv", "cur", "expected_attention"])
