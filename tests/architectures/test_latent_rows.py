@@ -112,7 +112,9 @@ def test_methods_that_weigh_values_are_refused_by_name(architecture: str, method
 
 
 def test_terms_that_weigh_values_are_refused_by_name(architecture: str, calibration: vc.QFiltersCalibration) -> None:
-    with pytest.raises(ValueError, match=r"value_norm scores a row by its value.* or other terms"):
+    with pytest.raises(
+        ValueError, match=r"value_norm scores a row by its value.* give terms='projection\+key_difference'"
+    ):
         vc.install(model_of(architecture), "fusion", budget=12, filters=calibration)
 
 

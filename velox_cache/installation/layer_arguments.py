@@ -91,13 +91,19 @@ def check_values_read(method: Method, settings: Mapping[str, Any], model: nn.Mod
     """ValueError when the method scores a row by its value and the model's rows have none."""
     terms = term_names({**method.defaults, **settings}["terms"]) if method.fuses else ()
     by_value = [name for name in terms if "values" in SCORERS[name].reads]
-    if (method.reads_values or by_value) and caches_latents(model):
-        what = f"{method.label} with the terms {', '.join(by_value)}" if by_value else f"{method.label}"
-        raise ValueError(
-            f"{what} scores a row by its value, and this model caches none: its rows are latents (MLA), of which keys "
-            "and values of all heads are made, each with a rotary part; use a method that scores by keys or attention, "
-            "such as h2o, tova, snapkv, keydiff or qfilters" + ", or other terms" * bool(by_value)
-        )
+    if not (method.reads_values or by_value) or not caches_latents(model):
+        return
+    others = "+".join(name for name in terms if name not in by_value)
+    what = f"{method.label} with the term {' and '.join(by_value)}" if by_value else method.label
+    remedy = (
+        f"give terms={others!r}"
+        if others
+        else "take a method that scores by keys or attention, such as qfilters or h2o"
+    )
+    raise ValueError(
+        f"{what} scores a row by its value, and this model caches none: its rows are latents (MLA), of which keys and "
+        f"values of all heads are made, each with a rotary part; {remedy}"
+    )
 
 
 def _first_head(model: nn.Module, layer: int, shard: ModelShard, layouts: KeyLayouts | None) -> int:
