@@ -34,7 +34,7 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def calibration(architecture: str) -> vc.QFiltersCalibration:
+def calibration(architecture: str) -> vc.Calibration:
     return vc.calibrate(model_of(architecture), Letters(), [TEXT], progress=False, prefill_step_size=16)
 
 
@@ -58,7 +58,7 @@ def test_queries_of_a_block_are_those_of_its_tokens_one_by_one(name: str) -> Non
 
 
 def test_calibrated_directions_are_those_of_queries_over_the_latents(
-    architecture: str, calibration: vc.QFiltersCalibration
+    architecture: str, calibration: vc.Calibration
 ) -> None:
     tokens = Letters().encode(TEXT)
     calls = [call for block in observed_prefill(model_of(architecture), tokens) for call in block]
@@ -75,11 +75,11 @@ def test_calibrated_directions_are_those_of_queries_over_the_latents(
 
 @pytest.mark.parametrize(("method", "settings"), [("qfilters", {}), ("keydiff", {}), ("fusion", {"terms": TERMS})])
 def test_methods_with_calibrated_directions_bound_it(
-    architecture: str, calibration: vc.QFiltersCalibration, method: str, settings: dict[str, Any]
+    architecture: str, calibration: vc.Calibration, method: str, settings: dict[str, Any]
 ) -> None:
     kept = []
     for lengths in ((28,), (17, 1, 1, 9)):
-        with installed(architecture, method, budget=12, filters=calibration, recent=0, **settings) as model:
+        with installed(architecture, method, budget=12, calibration=calibration, recent=0, **settings) as model:
             _, caches = run(model, lengths)
         first = evicting(caches)[0]  # later layers see what earlier ones left
         kept.append(np.array(kept_positions(first.record)))
@@ -111,11 +111,11 @@ def test_methods_that_weigh_values_are_refused_by_name(architecture: str, method
         vc.install(model_of(architecture), method, budget=12)
 
 
-def test_terms_that_weigh_values_are_refused_by_name(architecture: str, calibration: vc.QFiltersCalibration) -> None:
+def test_terms_that_weigh_values_are_refused_by_name(architecture: str, calibration: vc.Calibration) -> None:
     with pytest.raises(
         ValueError, match=r"value_norm scores a row by its value.* give terms='projection\+key_difference'"
     ):
-        vc.install(model_of(architecture), "fusion", budget=12, filters=calibration)
+        vc.install(model_of(architecture), "fusion", budget=12, calibration=calibration)
 
 
 def test_the_models_queries_are_refused_at_intervals(architecture: str) -> None:
@@ -129,4 +129,4 @@ def test_filters_of_other_heads_are_refused(architecture: str) -> None:
     model = model_of(architecture)
     filters = [mx.ones((4, 16)) for _ in plain_caches(model)]
     with pytest.raises(ValueError, match="has 1 KV heads of dimension 16"):
-        vc.install(model, "qfilters", budget=12, filters=vc.QFiltersCalibration(filters))
+        vc.install(model, "qfilters", budget=12, calibration=vc.Calibration(filters))

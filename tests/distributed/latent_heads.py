@@ -19,8 +19,8 @@ try:
 except ValueError as error:
     refused = str(error)
 found = {"refused": np.array(refused)}
-for method, filters in (("qfilters", calibration), ("random", None)):
-    install(model, method, budget=12, filters=filters)
+for method, given in (("qfilters", calibration), ("random", None)):
+    install(model, method, budget=12, calibration=given)
     caches = model.make_cache()
     mx.eval(model(mx.array([list(range(40))]), cache=caches))
     found |= {f"{method}_{i}": np.array(kept_positions(cache.record)) for i, cache in enumerate(caches)}

@@ -28,11 +28,11 @@ def test_filters_fit_the_cache_and_not_the_layer_of_its_index(architecture: str)
     layouts = KeyLayouts(model)
     found = [layouts.of_layer(entry.layer) for entry in plan_layers(model)]
     filters = [None if one is None else mx.ones((one.n_kv_heads, one.head_dim)) for one in found]
-    vc.install(model, "qfilters", budget=24, filters=vc.QFiltersCalibration(filters))
+    vc.install(model, "qfilters", budget=24, calibration=vc.Calibration(filters))
     vc.uninstall(model)
     wrong = [None if one is None else mx.ones((one.n_kv_heads + 1, one.head_dim)) for one in found]
     with pytest.raises(ValueError, match="belong to another model"):
-        vc.install(model, "qfilters", budget=24, filters=vc.QFiltersCalibration(wrong))
+        vc.install(model, "qfilters", budget=24, calibration=vc.Calibration(wrong))
 
 
 def test_a_model_that_cannot_be_called_here_tells_nothing() -> None:
