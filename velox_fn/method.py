@@ -48,6 +48,8 @@ class Method:
     rope: str | None = None
     """When it takes `rope`, the model's rotary embedding: "to renumber", with its setting renumber=True; "when read",
     without a calibration and where it can be read; None, never."""
+    reads_values: bool = False
+    """It scores a row by its value too, and so not where none is cached (latent attention)."""
     pools_heads: bool = False
     """It scores a row by all heads of its layer together."""
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from velox_cache.caches import accounting
 from velox_cache.caches.masks import causal_array, ragged_mask
+from velox_cache.caches.rows_read import queries_over
 from velox_cache.caches.sequences import Sequences, extracted, merged, selected
 from velox_cache.caches.state import pack_state, same_method, unpack_state
 from velox_cache.caches.trimming import Past, has_evicted, interval_of, rollback_of
@@ -105,25 +106,29 @@ class EvictingKVCache:
         scale: float,
         *,
         sinks: mx.array | None = None,
+        mask: mx.array | None = None,
         **others: Any,
     ) -> mx.array:
         """Score the last block by its queries [B,H_q,S,D]; the attention output, tied to what follows from it.
 
-        sinks [H_q]: the model's learned attention sinks. others: what else enters the model's softmax, by name.
-        Does nothing when the method does not wait for queries, or when attention read other arrays than the last view.
+        keys and values are what attention read: the last view, or what the model made of it, row for row. sinks [H_q]:
+        the model's learned attention sinks. mask: numbers that it adds to the logits, such as the rotary part of
+        latent attention. others: what else enters its softmax, by name.
+        Does nothing when the method does not wait for queries, or when attention read other rows.
 
         Raises ValueError for any other term of the softmax, without which the scores would be those of another model.
         """
         if self._unobserved is None or self._view is None or self._method.observation is None:
             return output
-        if keys is not self._view[0] or values is not self._view[1]:
+        over = queries_over(self._view, queries, keys, values, mask)
+        if over is None:
             return output
         if others:
             raise ValueError(
                 f"this model's attention takes {', '.join(map(repr, others))} into its softmax, which "
                 f"{self._method.name} does not compute again; use queries='proxy', or a method that needs no queries"
             )
-        record = self._method.observation.observe(self._rows.record, queries, scale, self._unobserved.valid, sinks)
+        record = self._method.observation.observe(self._rows.record, over, scale, self._unobserved.valid, sinks)
         self._rows, self._unobserved = dataclasses.replace(self._rows, record=record), None
         tied: mx.array = mx.depends([output], arrays(record))[0]
         return tied

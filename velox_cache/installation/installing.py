@@ -11,6 +11,7 @@ import mlx.nn as nn
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.installation.given_calibration import GivenCalibration, loaded, one_of_both
 from velox_cache.installation.installed import InstalledCaches
+from velox_cache.installation.layer_arguments import check_queries_together
 from velox_cache.installation.layer_budgets import (
     Budgets,
 )
@@ -109,6 +110,8 @@ def install(
         methods = by_layer(chosen, settings, budget, loaded(calibration), model, plan, shard)
     any_method = next(iter(methods.values()))
     true_queries = any_method.needs_queries and queries == "true"
+    if true_queries:
+        check_queries_together(shard, model)
     before = model.__dict__.get("make_cache")
     before = before.before if isinstance(before, InstalledCaches) else before
     installed = InstalledCaches(

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn.engine import checks, landing, select
-from velox_fn.engine.attention import Observed
+from velox_fn.engine.attention import Observed, Queries
 from velox_fn.engine.eviction import Eviction, Init, Observation, Shown, StateT
 from velox_fn.engine.records import arrays, record
 from velox_fn.engine.rows import Rows, View, arriving_positions
@@ -45,7 +45,7 @@ def dynamic_init(*, budget: int, n_sink: int, recent: int) -> Init[DynamicState]
 
 
 Land = Callable[[Any, mx.array, mx.array, mx.array | None], tuple[Any, View]]
-Observe = Callable[[Any, mx.array, float | None, mx.array | None, mx.array | None], Any]
+Observe = Callable[[Any, Queries, float | None, mx.array | None, mx.array | None], Any]
 
 
 def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None) -> tuple[Any, View]:

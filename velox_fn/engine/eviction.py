@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 import mlx.core as mx
 
 from velox_fn.engine import checks, select, slots
+from velox_fn.engine.attention import Queries
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 from velox_fn.engine.store import Store, kept_rows
@@ -68,7 +69,7 @@ class Observation(Generic[StateT]):
 
     land: Callable[[StateT, mx.array, mx.array, mx.array | None], tuple[StateT, View]]
     """(state, keys, values, valid) -> (landed, view): the block is in, nothing is scored or evicted."""
-    observe: Callable[[StateT, mx.array, float | None, mx.array | None, mx.array | None], StateT]
+    observe: Callable[[StateT, Queries, float | None, mx.array | None, mx.array | None], StateT]
     """(landed, queries, scale, valid, sinks) -> state: scored by these queries and cut down to the budget.
 
     sinks [H_q]: learned attention sinks, where the model has them.

@@ -36,7 +36,7 @@ from velox_fn.directions.leverage import (
     weighted_rows,
 )
 from velox_fn.engine import checks, landing
-from velox_fn.engine.attention import attention_mass, observe_rows
+from velox_fn.engine.attention import Queries, Reading, attention_mass, observe_rows
 from velox_fn.engine.dynamic import dynamic_eviction, land, updated, with_scores
 from velox_fn.engine.eviction import Eviction, Init
 from velox_fn.engine.interval import at_intervals, begun_at_intervals, interval_update
@@ -173,7 +173,7 @@ def curdkv_update(
 
 def curdkv_observe(
     state: CurDKVState,
-    queries: mx.array,
+    queries: Queries,
     scale: float | None = None,
     valid: mx.array | None = None,
     sinks: mx.array | None = None,
@@ -186,10 +186,18 @@ def curdkv_observe(
         scale: of the logits. None is 1/sqrt(D).
         valid: int32 [B], the real tokens of each sequence.
         sinks: [H_q], learned attention sinks, where the model has them.
+
+    Raises:
+        ValueError: queries came with arrays that the whole block read, and it is to be scored token by token.
     """
     n_tokens = queries.shape[2]
     if state.granularity == "block" or n_tokens == 1:
         return _scored(state, queries, scale, valid, sinks)
+    if isinstance(queries, Reading):
+        raise ValueError(
+            "this model's attention reads other arrays than the cached rows, made for the whole block, so that its "
+            "tokens cannot be scored one after the other; use granularity='block' or queries='proxy'"
+        )
     store, block = _taken_off(state.store, n_tokens, valid)
     for t in range(n_tokens):
         one = Rows(keys=block.keys[:, :, t, None], values=block.values[:, :, t, None], ranks=block.ranks[:, :, t, None])
@@ -246,7 +254,7 @@ def curdkv(
 
 def _scored(
     state: CurDKVState,
-    queries: mx.array,
+    queries: Queries,
     scale: float | None,
     valid: mx.array | None,
     sinks: mx.array | None,

@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn.engine import checks
-from velox_fn.engine.attention import attention_mass, observe_rows
+from velox_fn.engine.attention import Queries, Reading, attention_mass, observe_rows
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, land, rescore
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
@@ -93,7 +93,7 @@ def h2o(
 
 def h2o_observe(
     state: DynamicState,
-    queries: mx.array,
+    queries: Queries,
     scale: float | None = None,
     valid: mx.array | None = None,
     sinks: mx.array | None = None,
@@ -104,9 +104,9 @@ def h2o_observe(
     With `rope` the mass is that on rows without gaps, as the view showed them.
     """
     observed = attended = observe_rows(state.store, queries, scale, valid, sinks)
-    if rope is not None:
-        keys = gap_free(observed.rows.keys, observed.positions, state.store.offset, rope)
-        attended = dataclasses.replace(observed, rows=dataclasses.replace(observed.rows, keys=keys))
+    if rope is not None and not isinstance(queries, Reading):  # what was read is without gaps already
+        keys = gap_free(observed.keys, observed.positions, state.store.offset, rope)
+        attended = dataclasses.replace(observed, keys=keys)
     scores = observed.scores + attention_mass(attended)
     return dataclasses.replace(state, store=rescore(state.store, observed, scores))
 

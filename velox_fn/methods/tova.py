@@ -17,7 +17,7 @@ import dataclasses
 import mlx.core as mx
 
 from velox_fn.engine import checks
-from velox_fn.engine.attention import attention_mass, observe_rows
+from velox_fn.engine.attention import Queries, attention_mass, observe_rows
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
@@ -56,7 +56,7 @@ def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1, pinned: Pinne
 
 def tova_observe(
     state: DynamicState,
-    queries: mx.array,
+    queries: Queries,
     scale: float | None = None,
     valid: mx.array | None = None,
     sinks: mx.array | None = None,
