@@ -35,9 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     from velox_cache import calibrate, save_qfilters
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.cli.model_argument import load_model, model_id
-    from velox_cache.cli.progress import told_progress
     from velox_cache.evaluation.demo import Workload, compare_arms, comparison_work, default_arms, results_table
     from velox_cache.models import SOURCES, default_cache_dir, fetch_model
+    from velox_cache.progress import told_progress
 
     console = Console()
     if not console.is_terminal:

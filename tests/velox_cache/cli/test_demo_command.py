@@ -7,8 +7,8 @@ import pytest
 
 from velox_cache.cli import demo
 from velox_cache.cli.main import argument_parser, main
-from velox_cache.cli.progress import progress_line, told_progress
 from velox_cache.evaluation.demo import Workload
+from velox_cache.progress import progress_line, told_progress
 
 
 def test_a_line_of_progress_says_what_how_far_and_how_long_still():
