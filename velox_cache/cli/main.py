@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "demo": "start here: fetch a small model, calibrate it, compare caches side by side",
         "generate": "generate text inside a bounded cache",
+        "advise": "say which budget fits a model, a memory and a context",
         "serve": "run mlx_lm's OpenAI-compatible server with bounded caches",
         "calibrate": "make the Q-Filters of a model, from any text",
         "inspect": "say what is in a file of filters",
