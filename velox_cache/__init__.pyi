@@ -9,6 +9,7 @@ from .compat.builder import KVCacheBuilder
 from .compat.config import KVCacheConfig
 from .compat.curdkv_cache import CurDKVKVCache
 from .compat.qfilters_cache import QFiltersKVCache
+from .generation import Generation, generate
 from .installation.installing import InstallReport, install, uninstall
 from .introspection.plan import LayerPlan, plan_layers
 from .introspection.query_tap import observe_queries
@@ -18,6 +19,7 @@ from .version import __version__
 __all__ = [
     "CurDKVKVCache",
     "EvictingKVCache",
+    "Generation",
     "InstallReport",
     "KVCacheBuilder",
     "KVCacheConfig",
@@ -31,6 +33,7 @@ __all__ = [
     "calibrate",
     "collect_query_activations",
     "compute_qfilters",
+    "generate",
     "import_published_filters",
     "install",
     "load_prompt_cache",

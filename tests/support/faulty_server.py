@@ -32,6 +32,6 @@ if __name__ == "__main__":
 
     def install(model: nn.Module) -> object:
         fail_on_token(model)
-        return vc.install(model, budget=40, calib_tokens=16, **settings)
+        return vc.install(model, "qfilters", calibrate=False, budget=40, calib_tokens=16, **settings)
 
     serve(folder, install, ["--port", port, *(["--kv-bits", "8"] if kind == "alone" else [])])

@@ -1,6 +1,6 @@
 """A budget for a model, a memory and a context, and what it costs in bytes. What it costs in quality is measured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -74,8 +74,10 @@ def advise(model: nn.Module, *, memory: int, context: int) -> Advice:
     taken = [size for entry in bounded if (size := sizes[entry.layer]) is not None]
     if len(taken) < len(bounded) or not sum(taken):
         raise ValueError("this model cannot be called on this machine, so the size of its rows is not known")
-    weights: list[tuple[str, mx.array]] = tree_flatten(model.parameters())
-    found = Advice(len(plan), len(bounded), sum(w.nbytes for _, w in weights), sum(taken), memory, context, None)
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    found = Advice(
+        len(plan), len(bounded), sum(array.nbytes for array in weights.values()), sum(taken), memory, context, None
+    )
     fitting = found.room // found.token_bytes
     if fitting >= context:
         return found
@@ -86,7 +88,7 @@ def advise(model: nn.Module, *, memory: int, context: int) -> Advice:
             f"{in_units(found.weight_bytes)}, a forward pass is given {FORWARD_SHARE:.0%}, and {LEAST} rows take "
             f"{in_units(LEAST * found.token_bytes)}; give more memory, or take the model in a smaller precision"
         )
-    return Advice(found.n_layers, found.bounded_layers, found.weight_bytes, found.token_bytes, memory, context, budget)
+    return replace(found, budget=budget)
 
 
 def model_in_outline(folder: Path) -> nn.Module:

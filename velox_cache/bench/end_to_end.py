@@ -103,7 +103,7 @@ def cache_makers(
 def _installed(model: nn.Module, name: str, budget: int, filters: Any | None) -> Callable[[], list[Any]]:
     def make() -> list[Any]:
         uninstall(model)
-        install(model, name, budget=budget, filters=calibration_for(method_named(name), filters))
+        install(model, name, budget=budget, filters=calibration_for(method_named(name), filters), calibrate=False)
         caches: list[Any] = make_prompt_cache(model)
         return caches
 

@@ -68,7 +68,7 @@ def cache_maker(model: nn.Module, arm: Arm, calibration: QFiltersCalibration | N
     if calibration is not None and not arm.searched:
         calibration = without_weights(calibration)
     filters = calibration_for(method_named(arm.method), calibration if arm.calibrated else None)
-    install(model, arm.method, filters=filters, **arm.settings)
+    install(model, arm.method, filters=filters, calibrate=False, **arm.settings)
     make: MakeCache = model.make_cache
     uninstall(model)
     return make

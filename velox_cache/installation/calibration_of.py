@@ -40,7 +40,7 @@ def calibration_of(
             )
         check_weights(calibration, model)
         return calibration
-    if calibrate is False or not (method.needs_calibration or method.guesses):
+    if calibrate is False or not wants_calibration(method):
         return None
     found = found_calibration(model)
     if found is not None and _serves(found, method, settings, layer):
@@ -53,6 +53,11 @@ def calibration_of(
             + ("; or say calibrate=False for a guess from each text's first keys" if method.guesses else "")
         )
     return made_calibration(model, tokenizer)
+
+
+def wants_calibration(method: Method) -> bool:
+    """Whether one is found or made for a method that was given none. Others work by themselves."""
+    return method.needs_calibration or method.guesses
 
 
 def _serves(found: QFiltersCalibration, method: Method, settings: Mapping[str, Any], layer: int) -> bool:

@@ -11,7 +11,7 @@ class Footprint:
     """Bytes of keys and values in the bounded layers of one sequence. Layers that bound themselves are left out."""
 
     layers: tuple[tuple[int, int], ...]  # of each bounded layer: bytes of a token, most rows held
-    leaves_from: int  # the first token after which rows leave
+    leaves_from: int  # the first token with which rows leave, counted from 1
 
     @property
     def token_bytes(self) -> int:
@@ -47,7 +47,7 @@ def footprint(row_bytes: Sequence[int | None], methods: Mapping[int, Eviction]) 
         if size is None or not isinstance(budget, int):
             return None
         layers.append((size, budget + interval - (interval == 1)))
-        leaves.append((budget // interval + 1) * interval)
+        leaves.append((budget // interval + 1) * interval + (interval > 1))  # what comes at a boundary sees them still
     return Footprint(tuple(layers), min(leaves))
 
 

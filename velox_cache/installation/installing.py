@@ -1,7 +1,6 @@
 """Put evicting caches into a model, so that everything in mlx_lm that asks it for caches gets them."""
 
 import copy
-import os
 import sys
 import warnings
 import weakref
@@ -13,8 +12,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
-from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters
-from velox_cache.calibration.fusion_weights import recent_share
+from velox_cache.caches.protocol import check_protocol
+from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.calibrating import Tokenizer
+from velox_cache.calibration.fusion_weights import RECENT_SHARE, recent_share
+from velox_cache.calibration.made_once import about
+from velox_cache.installation.asked import check_asked, check_settings, with_default_recent
+from velox_cache.installation.calibration_of import Filters, calibration_of
+from velox_cache.installation.footprint import Footprint, footprint
 from velox_cache.installation.layer_arguments import check_heads_together, layer_arguments
 from velox_cache.installation.layer_budgets import (
     Budgets,
@@ -28,23 +33,24 @@ from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.introspection.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
 from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
 from velox_cache.introspection.rope import ModelRopes
+from velox_cache.introspection.row_bytes import row_bytes
 from velox_cache.introspection.shard import ModelShard, model_shard
 from velox_cache.known_methods import as_method
-from velox_fn.engine import checks
+from velox_cache.recommended import RECOMMENDED_METHOD
 from velox_fn.engine.eviction import Eviction
 from velox_fn.method import PLACES, Method
 from velox_fn.registry import find_method
 
-Filters = str | os.PathLike[str] | QFiltersCalibration
-
 
 @dataclass(frozen=True)
 class InstallReport:
-    """What `install` did, layer by layer."""
+    """What `install` did, layer by layer, and what it means for a sequence."""
 
     method: str
     settings: Mapping[str, Any]  # a list, one entry per bounded layer, where layers differ
     layers: tuple[LayerPlan, ...]
+    footprint: Footprint | None = None  # bytes before and now; None where rows do not say how large they are
+    calibration: str | None = None  # of what, on what, and how well it predicts; None: none is used
 
     def __str__(self) -> str:
         bounded = [entry for entry in self.layers if entry.bounded]
@@ -53,6 +59,7 @@ class InstallReport:
         for reason in dict.fromkeys(entry.reason for entry in self.layers if not entry.bounded):
             skipped = [str(entry.layer) for entry in self.layers if entry.reason == reason]
             lines.append(f"  not bounded, layers {', '.join(skipped)}: {reason}")
+        lines += [f"  {fact}" for fact in (self.footprint, self.calibration) if fact is not None]
         return "\n".join(lines)
 
 
@@ -113,10 +120,12 @@ class InstalledCaches:
 
 def install(
     model: nn.Module,
-    method: str | Method | Eviction | Callable[..., Eviction] = "qfilters",
+    method: str | Method | Eviction | Callable[..., Eviction] = RECOMMENDED_METHOD,
     *,
     budget: int | Budgets | None = None,
     filters: Filters | None = None,
+    calibrate: bool | str = "auto",
+    tokenizer: Tokenizer | None = None,
     queries: str = "true",
     snapshots: int = 0,
     group: mx.distributed.Group | None = None,
@@ -131,9 +140,15 @@ def install(
     layer its own (`layer_budgets`). settings: the other arguments of the method's factory,
     such as n_sink, recent. `recent` defaults to three quarters of the budget here: of the shares tried, it follows the
     full cache's next-token distribution best (docs/evaluation.md); without recent rows prediction loses the tokens it
-    needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that. filters: a
-    calibration or the path of one, for the methods that take something from it. queries: for methods that score by
-    attention, "true" taps the model's own queries, "proxy" lets the incoming keys stand in.
+    needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that.
+
+    filters: a calibration or the path of one, for the methods that take something from it. Without it, and with
+    calibrate="auto", a method that does not work well without one takes the calibration of these weights in the cache
+    folder; where there is none yet, it is made once, with `tokenizer`, on text that comes with Python, and a line on
+    stderr says where it lies. calibrate=False: none is looked for or made.
+
+    queries: for methods that score by attention, "true" taps the model's own queries, "proxy" lets the incoming keys
+    stand in.
 
     interval, a setting of every method: rows leave only when the tokens seen pass a multiple of it, so that what a
     token sees does not depend on how the text was cut into calls; up to budget + interval rows are held. Calls of the
@@ -148,10 +163,12 @@ def install(
     replaces the first; `uninstall` undoes it. With true queries the model runs once, on two tokens, to see that each
     bounded layer shows its queries; for a method that turns keys it runs twice more, to see how (`ModelRopes`).
 
-    Raises ValueError when the method or a setting is unknown or cannot work, when filters do not fit the model, when no
-    layer can be bounded, or when true queries are asked for and the model's attention cannot be tapped.
+    Raises ValueError when the method or a setting is unknown or cannot work, when the calibration is of other weights,
+    or none is there and no tokenizer to make it with, when no layer can be bounded, or when true queries are asked for
+    and the model's attention cannot be tapped; RuntimeError when the installed mlx_lm speaks another cache protocol.
     """
-    checks.one_of("queries", queries, ("true", "proxy"))
+    check_asked(model, budget, queries, calibrate)
+    check_protocol()
     plan, shard = plan_layers(model), model_shard(model, group)
     if not any(entry.bounded for entry in plan) and not shard.pipelined:
         raise ValueError(f"no layer of this model can be bounded: {'; '.join({entry.reason for entry in plan})}")
@@ -159,9 +176,11 @@ def install(
     if not any(entry.bounded for entry in plan):  # other ranks of the pipeline have the layers that can be
         return InstallReport(chosen.name if isinstance(chosen, Eviction) else chosen.label, settings, plan)
     if isinstance(chosen, Eviction):
-        methods = _of_every_layer(chosen, model, plan, shard)
+        calibration, methods = None, _of_every_layer(chosen, model, plan, shard)
     else:
-        methods = _by_layer(chosen, settings, budget, filters, model, plan, shard)
+        one_layer = next(entry.layer for entry in plan if entry.bounded)
+        calibration = calibration_of(chosen, settings, filters, calibrate, tokenizer, model, one_layer)
+        methods = _by_layer(chosen, settings, budget, calibration, model, plan, shard)
     any_method = next(iter(methods.values()))
     true_queries = any_method.needs_queries and queries == "true"
     before = model.__dict__.get("make_cache")
@@ -178,7 +197,13 @@ def install(
     model.make_cache = installed.owning_tap()
     if any_method.settings.get("interval", 1) > 1:
         call_in_parts(model)
-    return InstallReport(any_method.name, _settings_of_all(list(methods.values())), plan)
+    return InstallReport(
+        any_method.name,
+        _settings_of_all(list(methods.values())),
+        plan,
+        footprint(row_bytes(model), methods),
+        None if calibration is None else about(calibration),
+    )
 
 
 def uninstall(model: nn.Module) -> None:
@@ -197,7 +222,10 @@ def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **argument
     """The method that `install` was given. ValueError when it is none, or does not take these arguments."""
     if not isinstance(given, Eviction):
         method = as_method(given)
-        _check_names(method, {name: value for name, value in arguments.items() if name not in ("budget", "filters")})
+        settings = {name: value for name, value in arguments.items() if name != "filters"}
+        if settings["budget"] is None or _has_own_budgets(settings["budget"]):
+            del settings["budget"]
+        check_settings(method, with_default_recent(method, settings, RECENT_SHARE))
         return method
     told = [name for name, value in arguments.items() if value is not None]
     if told:
@@ -224,7 +252,7 @@ def _by_layer(
     method: Method,
     settings: Mapping[str, Any],
     budget: int | Budgets | None,
-    filters: Filters | None,
+    calibration: QFiltersCalibration | None,
     model: nn.Module,
     plan: Sequence[LayerPlan],
     shard: ModelShard,
@@ -233,12 +261,6 @@ def _by_layer(
     own_budgets = None
     if _has_own_budgets(budget):
         own_budgets = layer_budgets(model, plan, part_of_budgets(shard, budget, len(plan)))
-    calibration = load_qfilters(filters) if isinstance(filters, str | os.PathLike) else filters
-    if calibration is not None and not isinstance(calibration, QFiltersCalibration):
-        raise ValueError(
-            f"filters must be a calibration or the path of one, got {type(filters).__name__}; wrap arrays [H,D], one "
-            "per layer, in QFiltersCalibration(arrays)"
-        )
     calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
     share = recent_share(method, settings, calibration)
     methods, ropes = {}, ModelRopes(model)
@@ -250,7 +272,7 @@ def _by_layer(
             arguments["budget"] = budget
         arguments |= layer_arguments(method, arguments, model, layer, calibration, shard, ropes)
         try:
-            methods[layer] = method.make(**_with_default_recent(method, arguments, share))
+            methods[layer] = method.make(**with_default_recent(method, arguments, share))
         except ValueError as error:
             if own_budgets is None:  # what is wrong is wrong in every layer
                 raise
@@ -302,30 +324,6 @@ def _observed(cache: Any) -> bool:
     except MissingQueriesError:
         return False
     return True
-
-
-def _check_names(method: Method, settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        if name == "rollback" and not method.rollback and name not in method.settings:
-            raise ValueError(
-                f"rollback={value} cannot work with {method.label}, which has no such setting: its scores change with "
-                "every call, which cannot be taken back, or it keeps no rows aside; use one that has it, such as "
-                "qfilters"
-            )
-        if name not in method.settings:
-            raise ValueError(f"{method.label} has no setting {name!r}; its settings are {', '.join(method.settings)}")
-
-
-def _with_default_recent(method: Method, settings: Mapping[str, Any], share: float) -> Mapping[str, Any]:
-    if not method.recent or "recent" in settings:
-        return settings
-    asked = {"n_sink": 0, **method.defaults, **settings}
-    try:
-        budget = checks.whole_number("budget", asked["budget"], 1)
-        n_sink = checks.whole_number("n_sink", asked["n_sink"], 0)
-    except ValueError:
-        return settings  # the factory says what is wrong
-    return {**settings, "recent": max(0, min(int(share * budget), budget - n_sink - 1))}
 
 
 def _settings_of_all(methods: Sequence[Eviction]) -> dict[str, Any]:
