@@ -7,6 +7,7 @@ import argparse
 import os
 import platform
 import time
+from dataclasses import replace
 from functools import partial
 
 EXAMPLES = """examples:
@@ -33,10 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from velox_cache import calibrate, save_qfilters
+    from velox_cache.calibration.made_once import calibration_file
+    from velox_cache.calibration.predicted_attention import predicts_attention
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.cli.model_argument import load_model, model_id
     from velox_cache.evaluation.demo import Workload, compare_arms, comparison_work, default_arms, results_table
-    from velox_cache.models import SOURCES, default_cache_dir, fetch_model
+    from velox_cache.models import SOURCES, fetch_model
     from velox_cache.progress import told_progress
 
     console = Console()
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"[bold]{name}[/bold], {platform.machine()}, {os.cpu_count()} CPU cores")
 
     workload, arms = Workload(), default_arms(arguments.budgets)
-    filters = default_cache_dir().parent / "filters" / f"{name.replace('/', '--')}.npz"
+    filters = calibration_file(model)
     filters.parent.mkdir(parents=True, exist_ok=True)
     with told_progress(arguments.calibration_tokens + comparison_work(tokenizer, workload)) as report:
         calibration = calibrate(
@@ -63,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress=False,
             advance=partial(report, "calibrating"),
         )
-        save_qfilters(calibration, filters)
+        save_qfilters(replace(calibration, predicts=predicts_attention(model, tokenizer, calibration)), filters)
         results = compare_arms(model, tokenizer, calibration, arms, workload, report)
     console.print(results_table(results))
     console.print(
@@ -74,16 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
         f"this, does to a fact long ago. Calibrated on {calibration.n_tokens:,} tokens. "
         f"Total {time.perf_counter() - began:.0f} s."
     )
-    console.print("\n".join(next_steps(arguments.model, str(filters), max(arguments.budgets))), soft_wrap=True)
+    console.print("\n".join(next_steps(arguments.model, max(arguments.budgets))), soft_wrap=True)
     return 0
 
 
-def next_steps(model: str, filters: str, budget: int) -> list[str]:
+def next_steps(model: str, budget: int) -> list[str]:
     """What to type next: text from the recommended cache, all methods on one's own model, and the same in Python."""
     return [
-        f'velox generate {model} --method fusion --filters {filters} --budget {budget} --prompt "Why is the sky blue?"',
-        f"velox compare {model} --filters {filters} --budgets {budget}    # measured at length, task by task",
-        f'install(model, "fusion", budget={budget}, filters="{filters}")    # in Python: README, "In mlx_lm"',
+        f'velox generate {model} --budget {budget} --prompt "Why is the sky blue?"',
+        f"velox compare {model} --budgets {budget}    # measured at length, task by task",
+        f"install(model, tokenizer=tokenizer, budget={budget})    # in Python: README",
     ]
 
 
