@@ -254,7 +254,7 @@ def test_messages_that_cannot_be_used_are_refused(server: Server) -> None:
     assert "messages cannot be used" in reply
 
 
-@pytest.mark.parametrize("kind", ["batched", "alone"])
+@pytest.mark.parametrize("kind", ["batched", pytest.param("alone", marks=pytest.mark.slow)])
 def test_request_that_fails_fails_alone(
     folder: Path, tmp_path: Path, kind: str, computed_alone: Callable[..., str]
 ) -> None:
