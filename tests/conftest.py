@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from velox_cache.installation import calibration_of
+from velox_cache.installation import given_calibration
 from velox_cache.models import fetch_model
 
 # Timings of a shared machine say nothing about a test.
@@ -21,7 +21,7 @@ def random_models_may_guess(request: pytest.FixtureRequest, monkeypatch: pytest.
     random model a calibration is no better. Those of what `install` finds and makes are marked `calibrates`.
     """
     if request.node.get_closest_marker("calibrates") is None:
-        monkeypatch.setattr(calibration_of, "wants_calibration", lambda method: method.needs_calibration)
+        monkeypatch.setattr(given_calibration, "wants_calibration", lambda method: method.needs_calibration)
 
 
 def _fetched(name: str) -> Path:

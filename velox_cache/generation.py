@@ -11,7 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from velox_cache.harness.memory import CacheUsage, cache_usage
-from velox_cache.installation.installing import InstalledCaches, InstallReport, install, uninstall
+from velox_cache.installation.installed import InstalledCaches
+from velox_cache.installation.installing import InstallReport, install, uninstall
 from velox_fn.engine.checks import whole_number
 
 _MARK = "<velox: here the question begins>"

@@ -1,8 +1,8 @@
 """The methods by name, with the facts that installing one needs: the built-in ones, and those that users register.
 
-The built-in ones are immutable. `register` adds to `_registered`, the one thing in the core that changes: a mapping
-that is replaced as a whole behind a lock, so that whoever reads it has one that stays as it is. A registration lasts
-as long as the process.
+The built-in ones are immutable. `register` adds to `_registered`, the one thing in the core that changes. It is a
+mapping that is replaced as a whole behind a lock: whoever reads it has one that stays as it is. A registration lasts as
+long as the process.
 """
 
 import threading
@@ -85,15 +85,20 @@ _registered = _Registered()
 
 
 def register(name: str, factory: Callable[..., Eviction], *, replace: bool = False, **facts: Any) -> Method:
-    """Make a method of your own known by name, for as long as the process lasts: to install, saving and loading, the
-    command line and comparisons.
+    """Make a method of your own known by name: to install, saving and loading, the command line and comparisons.
 
-    factory: keyword arguments with defaults, `budget` among them, to an Eviction of this name, whose `settings` and
-    `params` are those arguments. facts: the fields of `Method`, such as recent=True. replace: take the place of an
-    earlier registration, as when a notebook runs a cell again. Registering the same once more changes nothing.
+    A registration lasts as long as the process. Registering the same once more changes nothing. A package that should
+    be known without an import declares an entry point of the group `velox_kv.methods`.
 
-    A package that should be known without an import declares an entry point of the group `velox_kv.methods`.
-    Raises ValueError when the name belongs to a built-in method or another registration, or a fact does not fit.
+    Args:
+        name: of the method, and of the Evictions that the factory makes.
+        factory: takes keyword arguments with defaults, `budget` among them, and returns an Eviction whose `settings`
+            and `params` are those arguments.
+        replace: take the place of an earlier registration, as when a notebook runs a cell again.
+        facts: the fields of `Method`, such as recent=True.
+
+    Raises:
+        ValueError: the name belongs to a built-in method or another registration, or a fact does not fit.
     """
     if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
         raise ValueError(f"a method's name is a word, such as 'my_method', got {name!r}")
@@ -105,7 +110,10 @@ def register(name: str, factory: Callable[..., Eviction], *, replace: bool = Fal
 
 
 def unregister(name: str) -> None:
-    """Forget a registered method. Caches that run it go on; a saved one cannot be loaded. Nothing for other names."""
+    """Forget a registered method. Nothing happens for other names.
+
+    Caches that run it go on. A saved one cannot be loaded.
+    """
     _registered.change(name, None, replace=True)
 
 
@@ -126,7 +134,7 @@ def method_named(name: str) -> Method:
 
 
 def find_method(name: str) -> Method | None:
-    """The same, or None."""
+    """The method of this name or alias, or None."""
     return all_methods().get(ALIASES.get(name, name)) if isinstance(name, str) else None
 
 

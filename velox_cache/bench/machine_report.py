@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from velox_cache.bench.end_to_end import end_to_end
 from velox_cache.bench.operations import Plan, measure
 from velox_cache.bench.report import Report, from_plain, machine
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.doctor.report import Finding, doctor
 from velox_cache.file_checks import file_text
 from velox_cache.recommended import RECOMMENDED_METHOD
@@ -37,7 +37,7 @@ def measured(
     name: str,
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    calibration: QFiltersCalibration,
+    calibration: Calibration,
     *,
     plan: Plan | None = None,
     advance: Callable[[str], object] = lambda what: None,
@@ -58,7 +58,7 @@ def measured(
         tokenizer,
         budgets=(BUDGET,),
         rounds=1,
-        filters=calibration,
+        calibration=calibration,
         methods=(RECOMMENDED_METHOD,),
         advance=advance,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.nn as nn
 
 from velox_cache.cache_folder import cache_folder
-from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters, save_qfilters
+from velox_cache.calibration.artifact import Calibration, load_calibration, save_calibration
 from velox_cache.calibration.calibrating import Tokenizer, calibrate
 from velox_cache.calibration.predicted_attention import predicts_attention
 from velox_cache.calibration.texts import SOURCE, calibration_texts
@@ -33,11 +33,11 @@ def calibration_file(model: nn.Module) -> Path:
     return cache_folder() / "calibrations" / f"{model_type(model)}-{digest}.npz"
 
 
-def found_calibration(model: nn.Module) -> QFiltersCalibration | None:
+def found_calibration(model: nn.Module) -> Calibration | None:
     """The calibration in the cache folder; None where there is none that this version can read."""
     file = calibration_file(model)
     try:
-        return load_qfilters(file)
+        return load_calibration(file)
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -47,7 +47,7 @@ def found_calibration(model: nn.Module) -> QFiltersCalibration | None:
 
 def made_calibration(
     model: nn.Module, tokenizer: Tokenizer, *, model_id: str | None = None, n_tokens: int = TOKENS
-) -> QFiltersCalibration:
+) -> Calibration:
     """Calibrate on the built-in text, measure, save for the next time, and say so on stderr.
 
     Progress is told every few seconds. Raises ValueError as `calibrate` does.
@@ -56,12 +56,12 @@ def made_calibration(
     made = calibrate(model, tokenizer, calibration_texts(), max_tokens=n_tokens, model_id=model_id, dataset=SOURCE)
     made = replace(made, predicts=predicts_attention(model, tokenizer, made))
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_qfilters(made, file)
+    save_calibration(made, file)
     print(f"{file}: {about(made)}; made in {time.monotonic() - began:.0f} s, and found from now on", file=sys.stderr)
     return made
 
 
-def about(calibration: QFiltersCalibration) -> str:
+def about(calibration: Calibration) -> str:
     """One line: of which model, on what, and how well it predicts."""
     name = calibration.model_id or "this model" if calibration.weights else calibration.model_id or "an unnamed model"
     found = calibration.predicts
@@ -74,7 +74,7 @@ def about(calibration: QFiltersCalibration) -> str:
     )
 
 
-def check_weights(calibration: QFiltersCalibration, model: nn.Module) -> None:
+def check_weights(calibration: Calibration, model: nn.Module) -> None:
     """ValueError when a calibration was made with other weights than the model's, as far as both are known."""
     own = calibration.weights and weights_digest(model)
     if own is not None and own != calibration.weights:

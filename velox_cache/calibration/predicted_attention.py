@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.texts import held_out_text
 from velox_cache.introspection.observed_prefill import observed_prefill
@@ -99,7 +99,7 @@ def attention_correlation(
     return {name: np.concatenate(per_layer) for name, per_layer in found.items()}
 
 
-def predicts_attention(model: nn.Module, tokenizer: Tokenizer, calibration: QFiltersCalibration) -> float | None:
+def predicts_attention(model: nn.Module, tokenizer: Tokenizer, calibration: Calibration) -> float | None:
     """How well the filters foretell the attention that the keys of 512 tokens receive, text that nobody calibrates on.
 
     The mean over heads of the rank correlation: 0 is chance, 1 is perfect. None where it cannot be measured, as in

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Fetch, calibrate, compare, print."""
     from rich.console import Console
 
-    from velox_cache import calibrate, save_qfilters
+    from velox_cache import calibrate, save_calibration
     from velox_cache.calibration.made_once import calibration_file
     from velox_cache.calibration.predicted_attention import predicts_attention
     from velox_cache.calibration.texts import SOURCE, calibration_texts
@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"[bold]{name}[/bold], {platform.machine()}, {os.cpu_count()} CPU cores")
 
     workload, arms = Workload(), default_arms(arguments.budgets)
-    filters = calibration_file(model)
-    filters.parent.mkdir(parents=True, exist_ok=True)
+    file = calibration_file(model)
+    file.parent.mkdir(parents=True, exist_ok=True)
     with told_progress(arguments.calibration_tokens + comparison_work(tokenizer, workload)) as report:
         calibration = calibrate(
             model,
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress=False,
             advance=partial(report, "calibrating"),
         )
-        save_qfilters(replace(calibration, predicts=predicts_attention(model, tokenizer, calibration)), filters)
+        save_calibration(replace(calibration, predicts=predicts_attention(model, tokenizer, calibration)), file)
         results = compare_arms(model, tokenizer, calibration, arms, workload, report)
     console.print(results_table(results))
     console.print(

@@ -9,13 +9,14 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from velox_cache.cli.calibration_argument import add_calibration_argument
 from velox_cache.recommended import RECOMMENDED_METHOD
 
 if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from velox_cache.calibration.artifact import QFiltersCalibration
+    from velox_cache.calibration.artifact import Calibration
     from velox_cache.installation.installing import InstallReport
 
 FULL_CACHE = "full"
@@ -26,7 +27,7 @@ METHOD_EXAMPLES = """settings:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """--method, --budget, --recent, --n-sink, --set, --filters, --queries."""
+    """--method, --budget, --recent, --n-sink, --set, --calibration, --queries."""
     group = parser.add_argument_group("cache")
     group.add_argument(
         "--method",
@@ -50,10 +51,8 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="any other setting of the method; may be given several times",
     )
-    group.add_argument(
-        "--filters",
-        metavar="FILE",
-        help="a calibration made by `velox calibrate` (default: that of these weights, made once where there is none)",
+    add_calibration_argument(
+        group, "what `velox calibrate` made (default: that of these weights, made once where there is none)"
     )
     group.add_argument(
         "--no-calibrate",
@@ -81,14 +80,14 @@ def method_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def check_method_arguments(arguments: argparse.Namespace, *, share: bool = False) -> None:
     """ValueError for options that cannot work, before a model is loaded. share: a budget may be one of the prompt."""
-    from velox_cache.calibration.fusion_weights import RECENT_SHARE
-    from velox_cache.installation.asked import check_budget, check_settings, with_default_recent
+    from velox_cache.calibration.default_recent import RECENT_SHARE, with_default_recent
+    from velox_cache.installation.asked import check_budget, check_settings
     from velox_cache.known_methods import method_named
 
     settings = method_settings(arguments)
     if arguments.method == FULL_CACHE:
-        if settings or arguments.filters:
-            raise ValueError(f"--method {FULL_CACHE} keeps every row: it takes no settings and no filters")
+        if settings or arguments.calibration:
+            raise ValueError(f"--method {FULL_CACHE} keeps every row: it takes no settings and no calibration")
         return
     method = method_named(arguments.method)
     if isinstance(settings.get("budget"), float):
@@ -97,27 +96,27 @@ def check_method_arguments(arguments: argparse.Namespace, *, share: bool = False
         del settings["budget"]  # rows are counted when the prompt is known
         settings.pop("recent", None)
     check_settings(method, with_default_recent(method, settings, RECENT_SHARE))
-    if arguments.filters:
+    if arguments.calibration:
         stored_calibration(arguments, None)
 
 
-def stored_calibration(arguments: argparse.Namespace, name: str | None) -> "QFiltersCalibration | None":
+def stored_calibration(arguments: argparse.Namespace, name: str | None) -> "Calibration | None":
     """The calibration in the file that is named, if one is.
 
     `name` is that of the model, None where it is not known. A file that knows its weights is compared by them when it
     is installed, others by their name; with --model-id, the name that it gives decides. Raises ValueError for another.
     """
-    from velox_cache import load_qfilters
+    from velox_cache import load_calibration
 
-    if not arguments.filters:
+    if not arguments.calibration:
         return None
     asked = getattr(arguments, "model_id", None)
-    calibration = load_qfilters(arguments.filters, expect_model_id=asked)
+    calibration = load_calibration(arguments.calibration, expect_model_id=asked)
     if asked is not None:
         return replace(calibration, weights=None)
     if calibration.weights is None and name is not None and calibration.model_id not in (None, name):
         raise ValueError(
-            f"{arguments.filters} was calibrated for model {calibration.model_id!r}, not {name!r}; leave it out to "
+            f"{arguments.calibration} was calibrated for model {calibration.model_id!r}, not {name!r}; leave it out to "
             f"have one found or made, or say --model-id {calibration.model_id} if the two names mean the same weights"
         )
     return calibration
@@ -149,7 +148,7 @@ def install_method(
     return install(
         model,
         arguments.method,
-        filters=stored_calibration(arguments, name),
+        calibration=stored_calibration(arguments, name),
         calibrate=False if arguments.no_calibrate else "auto",
         tokenizer=tokenizer,
         queries=arguments.queries,

@@ -60,16 +60,3 @@ def check_settings(method: Method, settings: Mapping[str, Any]) -> None:
     elif {"n_sink", "recent"} <= method.settings.keys():
         given = {**method.settings, **settings}
         checks.row_limits(given["budget"], given["n_sink"], given["recent"])
-
-
-def with_default_recent(method: Method, settings: Mapping[str, Any], share: float) -> Mapping[str, Any]:
-    """The settings with a share of the budget as recent rows, where the method has them and they are not said."""
-    if not method.recent or "recent" in settings:
-        return settings
-    asked = {"n_sink": 0, **method.defaults, **settings}
-    try:
-        budget = checks.whole_number("budget", asked["budget"], 1)
-        n_sink = checks.whole_number("n_sink", asked["n_sink"], 0)
-    except ValueError:
-        return settings  # the factory says what is wrong
-    return {**settings, "recent": max(0, min(int(share * budget), budget - n_sink - 1))}

@@ -31,10 +31,14 @@ class Init(Protocol):
 
 
 class Update(Protocol):
-    """Takes a block in: keys [B,H,S,D], values [B,H,S,D_v], queries [B,H_q,S,D] or None, valid int32 [B] or None.
+    """Takes a block in.
 
-    Returns the next state, with at most `budget` kept rows, and the view (keys, values) that this block's own queries
-    may attend to: all rows kept before the call, followed by the whole block.
+    `keys` is [B,H,S,D], `values` [B,H,S,D_v], `queries` [B,H_q,S,D] or None, `valid` int32 [B] or None: the real tokens
+    of each sequence.
+
+    Returns:
+        The next state, with at most `budget` kept rows, and the view: the keys and values that this block's own queries
+        may attend to, which are all rows kept before the call, followed by the whole block.
     """
 
     def __call__(
@@ -70,9 +74,18 @@ class Eviction:
     """A method, ready to use.
 
     `settings` (plain JSON) and `params` (arrays) are the arguments of the method's factory, by name. They decide
-    whether two caches may be merged, and rebuild the method from a saved file. `interval` is a setting of every method
-    (1 where it is not given). `static` says that a row's score is
-    computed once, from the row alone: the kept set then does not depend on how tokens are split into calls.
+    whether two caches may be merged, and rebuild the method from a saved file. `interval` is a setting of every method,
+    1 unless given. `static` says that a row's score is computed once, from the row alone: the kept set then does not
+    depend on how tokens are split into calls.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from velox_fn import kv, l2norm
+        >>> method = l2norm(budget=16)
+        >>> state = method.init(batch=1, n_kv_heads=2, head_dim=8)
+        >>> state, view = method.update(state, mx.ones((1, 2, 40, 8)), mx.ones((1, 2, 40, 8)))
+        >>> kv(state)[0].shape
+        (1, 2, 16, 8)
     """
 
     init: Init
@@ -100,8 +113,8 @@ class Eviction:
     def states_fit(self) -> None:
         """Nothing. Raises ValueError when the states that `init` makes are not such as a cache can hold.
 
-        As far as a state for one head tells: the arrays of a calibration are for others, and their states are seen when
-        these heads come.
+        Only a state for one head is looked at. Arrays of a calibration are for another number of heads, so such a
+        method is looked at when its first token comes.
         """
         try:
             state = self.init(_ANY_BATCH, 1, 1)
@@ -134,7 +147,11 @@ def check_state(state: Any, name: str, batch: int) -> None:
 
 
 def kv(state: State) -> View:
-    """The kept rows, keys [B,H,n,D] and values [B,H,n,D_v], in temporal order; padding of ragged batches last."""
+    """The kept rows in temporal order; the padding of ragged batches last.
+
+    Returns:
+        Keys [B,H,n,D] and values [B,H,n,D_v].
+    """
     store = state.store
     if store.span is not None:
         rows = slots.all_rows(store)
@@ -146,7 +163,11 @@ def kv(state: State) -> View:
 
 
 def kept_positions(state: State) -> mx.array:
-    """Absolute token positions int32 [B,H,n] of the rows of `kv(state)`; -1 for padding."""
+    """The token positions of the rows of `kv(state)`.
+
+    Returns:
+        int32 [B,H,n]; -1 for padding.
+    """
     store = state.store
     if store.span is not None:
         return select.rank_positions(slots.all_rows(store).ranks)
@@ -156,7 +177,7 @@ def kept_positions(state: State) -> mx.array:
 
 
 def kept_bytes(state: State) -> int:
-    """Bytes of the kept rows in their dtype, and of what the method holds beside them (filters, statistics)."""
+    """Bytes of the kept rows in their dtype, and of what the method holds beside them: filters, statistics."""
     store = state.store
     batch, n_kv_heads, _, head_dim = store.keys.shape
     row = head_dim * store.keys.itemsize + store.values.shape[-1] * store.values.itemsize

@@ -19,7 +19,7 @@ _Record = TypeVar("_Record")
 def record(cls: type[_Record]) -> type[_Record]:
     """Make `cls` a frozen, keyword-only record.
 
-    Fields of type `mx.array`, and records inside it, hold what changes with the data; every other field (ints, strings,
+    Fields of type `mx.array`, and records inside it, hold what changes with the data. Every other field (ints, strings,
     tuples of them, None) is static.
     """
     make: Callable[[type[_Record]], type[_Record]] = chex.dataclass(
@@ -29,16 +29,21 @@ def record(cls: type[_Record]) -> type[_Record]:
 
 
 def arrays(state: Any) -> list[mx.array]:
-    """The array leaves of a record in field order, those of nested records and tuples included."""
+    """The arrays of a record in field order, those of nested records and tuples included."""
     if isinstance(state, mx.array):
         return [state]
     return [leaf for part in _parts(state).values() for leaf in arrays(part)]
 
 
 def with_arrays(state: _Record, leaves: Sequence[mx.array]) -> _Record:
-    """`state` with its array leaves replaced, in the order of `arrays(state)`; static fields stay.
+    """`state` with its arrays replaced; static fields stay.
 
-    Raises ValueError when the number of leaves differs.
+    Args:
+        state: a record.
+        leaves: arrays in the order of `arrays(state)`.
+
+    Raises:
+        ValueError: the number of arrays differs.
     """
     expected = len(arrays(state))
     if len(leaves) != expected:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from velox_cache import QFiltersCalibration, load_qfilters, save_qfilters
+from velox_cache import Calibration, load_calibration, save_calibration
 from velox_cache.calibration import made_once
 from velox_cache.calibration.made_once import about, check_weights, found_calibration, made_calibration
 
@@ -65,9 +65,9 @@ def test_weights_that_are_not_known_are_left_to_the_shapes(tiny_model, tokenizer
 
 
 def test_files_without_weights_load(tmp_path):
-    plain = QFiltersCalibration([mx.ones((2, 8))])
-    save_qfilters(plain, tmp_path / "f.npz")
-    found = load_qfilters(tmp_path / "f.npz")
+    plain = Calibration([mx.ones((2, 8))])
+    save_calibration(plain, tmp_path / "f.npz")
+    found = load_calibration(tmp_path / "f.npz")
     assert (found.weights, found.predicts) == (None, None)
     assert "not known" in about(found)
 

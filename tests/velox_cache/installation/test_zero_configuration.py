@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from velox_cache import calibrate, install, load_qfilters, save_qfilters
+from velox_cache import calibrate, install, load_calibration, save_calibration
 from velox_cache.calibration import made_once
 from velox_cache.recommended import RECOMMENDED_METHOD
 
@@ -64,9 +64,9 @@ def test_one_that_an_older_version_left_is_made_anew(tiny_model, tokenizer):
     model = tiny_model()
     install(model, budget=16, tokenizer=tokenizer)
     file = made_once.calibration_file(model)
-    save_qfilters(replace(load_qfilters(file), statistics=(), terms=()), file)
+    save_calibration(replace(load_calibration(file), statistics=(), terms=()), file)
     install(tiny_model(), budget=16, tokenizer=tokenizer)
-    assert load_qfilters(file).statistics
+    assert load_calibration(file).statistics
 
 
 def test_nothing_is_made_for_settings_that_cannot_work(tiny_model, tokenizer, tmp_path):

@@ -6,24 +6,43 @@ from typing import Any
 
 import mlx.nn as nn
 
-from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters
+from velox_cache.calibration.artifact import Calibration, load_calibration
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.made_once import check_weights, found_calibration, made_calibration
 from velox_cache.installation.layer_arguments import calibrated_params
 from velox_fn.method import Method
 
-Filters = str | os.PathLike[str] | QFiltersCalibration
+GivenCalibration = str | os.PathLike[str] | Calibration
+
+
+def one_of_both(calibration: GivenCalibration | None, filters: GivenCalibration | None) -> GivenCalibration | None:
+    """What was given as `calibration` or as `filters`, the documents' name for it. ValueError when both were."""
+    if calibration is not None and filters is not None:
+        raise ValueError("calibration and filters are two names for one argument, and both are given; drop filters")
+    return filters if calibration is None else calibration
+
+
+def loaded(given: GivenCalibration) -> Calibration:
+    """The calibration, read from its file where a path was given. ValueError when it is none."""
+    if isinstance(given, str | os.PathLike):
+        return load_calibration(given)
+    if not isinstance(given, Calibration):
+        raise ValueError(
+            f"calibration must be a Calibration or the path of one, got {type(given).__name__}; wrap arrays [H,D], one "
+            "per layer, in Calibration(arrays)"
+        )
+    return given
 
 
 def calibration_of(
     method: Method,
     settings: Mapping[str, Any],
-    given: Filters | None,
+    given: GivenCalibration | None,
     calibrate: object,
     tokenizer: Tokenizer | None,
     model: nn.Module,
     layer: int,
-) -> QFiltersCalibration | None:
+) -> Calibration | None:
     """The whole model's calibration for a method with these settings; None for one that works without.
 
     layer: one that is bounded, of this process's part.
@@ -32,12 +51,7 @@ def calibration_of(
     is found, and there is no tokenizer to make it with.
     """
     if given is not None:
-        calibration = load_qfilters(given) if isinstance(given, str | os.PathLike) else given
-        if not isinstance(calibration, QFiltersCalibration):
-            raise ValueError(
-                f"filters must be a calibration or the path of one, got {type(given).__name__}; wrap arrays [H,D], one "
-                "per layer, in QFiltersCalibration(arrays)"
-            )
+        calibration = loaded(given)
         check_weights(calibration, model)
         return calibration
     if calibrate is False or not wants_calibration(method):
@@ -60,7 +74,7 @@ def wants_calibration(method: Method) -> bool:
     return method.needs_calibration or method.guesses
 
 
-def _serves(found: QFiltersCalibration, method: Method, settings: Mapping[str, Any], layer: int) -> bool:
+def _serves(found: Calibration, method: Method, settings: Mapping[str, Any], layer: int) -> bool:
     """Whether a calibration holds what the method takes: one that an older version made may not."""
     try:
         calibrated_params(method, found, layer, settings)
