@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.named import Named
 from velox_fn.method import Method
 from velox_fn.methods.cur import cur
 from velox_fn.methods.curdkv import curdkv
@@ -55,8 +56,18 @@ _ENTRIES = (
     Method(name="random", factory=random_eviction, recent=True, rollback=True, place=("layer", "first_head")),
 )
 BUILT_IN: Mapping[str, Method] = MappingProxyType({str(entry.name): entry for entry in _ENTRIES})
-METHODS: Mapping[str, Callable[..., Eviction]] = MappingProxyType(
-    {name: method.factory for name, method in BUILT_IN.items()}
+METHODS: Mapping[str, Callable[..., Eviction]] = Named(
+    {name: method.factory for name, method in BUILT_IN.items()},
+    """The factories of the built-in methods by name, such as METHODS["h2o"](budget=512): each returns an `Eviction`.
+
+    Common arguments, as far as a factory takes them. budget: most rows kept per KV head, sinks and recent ones
+    included. n_sink: leading tokens that always stay. recent: trailing tokens that always stay. rollback: tokens that
+    can be taken back after evictions. interval: rows leave only at multiples of so many tokens. All of them are whole
+    numbers, and raise ValueError where they cannot work, as when n_sink + recent leave no row of the budget free.
+
+    The Eviction takes in keys [B,H,S,D], values [B,H,S,D_v] and queries [B,H_q,S,D], after RoPE, in the model's dtype.
+    Methods of your own: `register`; those and these: `all_methods`.
+    """,
 )
 """The factories of the built-in methods by name."""
 ALIASES: Mapping[str, str] = MappingProxyType({"knorm": "l2norm"})

@@ -100,7 +100,7 @@ def _core() -> Iterator[Finding]:
 
 
 def _protocol() -> Iterator[Finding]:
-    from velox_cache.caches.protocol import TESTED, protocol_faults
+    from velox_cache.caches.mlx_lm_protocol import TESTED, protocol_faults
 
     faults = protocol_faults()
     yield Finding("mlx-lm", "cache protocol", "; ".join(faults) or "the one that evicting caches speak", bool(faults))

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
-from velox_cache.caches.protocol import check_protocol
+from velox_cache.caches.mlx_lm_protocol import check_protocol
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.default_recent import RECENT_SHARE, with_default_recent
 from velox_cache.calibration.made_once import about
@@ -35,13 +35,19 @@ from velox_fn.method import PLACES, Method
 
 @dataclass(frozen=True)
 class InstallReport:
-    """What `install` did, layer by layer, and what it means for a sequence."""
+    """What `install` did, layer by layer, and what it means for a sequence. `str` of it says so in words.
+
+    method: the method's name. settings: the arguments that its factory got, by name, such as settings["budget"]; a
+    list, one entry per bounded layer, where layers differ. layers: one `LayerPlan` per entry of the prompt cache, with
+    whether it is bounded, and why not. footprint: bytes before and now; None where rows do not say how large they are.
+    calibration: of what, on what, and how well it predicts; None where none is used.
+    """
 
     method: str
-    settings: Mapping[str, Any]  # a list, one entry per bounded layer, where layers differ
+    settings: Mapping[str, Any]
     layers: tuple[LayerPlan, ...]
-    footprint: Footprint | None = None  # bytes before and now; None where rows do not say how large they are
-    calibration: str | None = None  # of what, on what, and how well it predicts; None: none is used
+    footprint: Footprint | None = None
+    calibration: str | None = None
 
     def __str__(self) -> str:
         bounded = [entry for entry in self.layers if entry.bounded]

@@ -8,7 +8,8 @@ from velox_fn.engine.rows import Rows
 from velox_fn.engine.store import Store, used_rows
 from velox_fn.engine.widening import widened
 
-_QUERIES_AT_ONCE = 256  # bounds the weights held at a time to [B, H_q, 256, n]
+# Bounds the weights held at a time to a few [B,H_q,64,n]: on the CPU, buffers of work that waits pile up.
+_QUERIES_AT_ONCE = 64
 _MASKED = -1e30  # finite, so that a query that sees nothing has no NaN
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, landing, select
 from velox_fn.engine.attention import Observed
-from velox_fn.engine.eviction import Eviction, Init, Observation, Shown
+from velox_fn.engine.eviction import Eviction, Init, Observation, Shown, StateT
 from velox_fn.engine.records import arrays, record
 from velox_fn.engine.rows import Rows, View, arriving_positions
 from velox_fn.engine.store import Store, check_block, init_store, used_rows
@@ -26,7 +26,7 @@ class DynamicState:
     store: Store
 
 
-def dynamic_init(*, budget: int, n_sink: int, recent: int) -> Init:
+def dynamic_init(*, budget: int, n_sink: int, recent: int) -> Init[DynamicState]:
     """The `init` of a method whose state is a `DynamicState`.
 
     Args:
@@ -108,13 +108,13 @@ def updated(
 
 def dynamic_eviction(
     name: str,
-    init: Init,
+    init: Init[StateT],
     observe: Observe,
     settings: Mapping[str, Any],
     params: Mapping[str, mx.array] | None = None,
     land: Land = land,
     shown: Shown | None = None,
-) -> Eviction:
+) -> Eviction[StateT]:
     """A method of two halves: `land` lets a block in, `observe` scores the rows by its queries and evicts.
 
     Its `update` does both at once. Scores depend on every query so far, so nothing can be taken back: rollback is not
@@ -133,13 +133,13 @@ def dynamic_eviction(
     """
 
     def update(
-        state: Any,
+        state: StateT,
         keys: mx.array,
         values: mx.array,
         *,
         queries: mx.array | None = None,
         valid: mx.array | None = None,
-    ) -> tuple[Any, View]:
+    ) -> tuple[StateT, View]:
         return updated(state, keys, values, queries, valid, land=land, observe=observe)
 
     return Eviction(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 import mlx.core as mx
 
@@ -11,6 +11,16 @@ from velox_fn.engine import checks, select, slots
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 from velox_fn.engine.store import Store, kept_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # whose default lets `Eviction` alone stand for one of any state
+
+    StateT = TypeVar("StateT", default=Any)
+    StateT_co = TypeVar("StateT_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    StateT, StateT_co = TypeVar("StateT"), TypeVar("StateT_co", covariant=True)
 
 _ANY_BATCH = 2  # another number than that of heads: an axis in another's place shows
 
@@ -22,15 +32,15 @@ class State(Protocol):
     def store(self) -> Store: ...
 
 
-class Init(Protocol):
+class Init(Protocol[StateT_co]):
     """Makes an empty state."""
 
     def __call__(
         self, batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
-    ) -> Any: ...
+    ) -> StateT_co: ...
 
 
-class Update(Protocol):
+class Update(Protocol[StateT]):
     """Takes a block in.
 
     `keys` is [B,H,S,D], `values` [B,H,S,D_v], `queries` [B,H_q,S,D] or None, `valid` int32 [B] or None: the real tokens
@@ -43,22 +53,22 @@ class Update(Protocol):
 
     def __call__(
         self,
-        state: Any,
+        state: StateT,
         keys: mx.array,
         values: mx.array,
         *,
         queries: mx.array | None = None,
         valid: mx.array | None = None,
-    ) -> tuple[Any, View]: ...
+    ) -> tuple[StateT, View]: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Observation:
+class Observation(Generic[StateT]):
     """The two halves of `update` of a method that scores by attention, for callers whose queries come later."""
 
-    land: Callable[[Any, mx.array, mx.array, mx.array | None], tuple[Any, View]]
+    land: Callable[[StateT, mx.array, mx.array, mx.array | None], tuple[StateT, View]]
     """(state, keys, values, valid) -> (landed, view): the block is in, nothing is scored or evicted."""
-    observe: Callable[[Any, mx.array, float | None, mx.array | None, mx.array | None], Any]
+    observe: Callable[[StateT, mx.array, float | None, mx.array | None, mx.array | None], StateT]
     """(landed, queries, scale, valid, sinks) -> state: scored by these queries and cut down to the budget.
 
     sinks [H_q]: learned attention sinks, where the model has them.
@@ -70,8 +80,9 @@ Shown = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Eviction:
-    """A method, ready to use.
+class Eviction(Generic[StateT]):
+    """A method, ready to use. `Eviction[QFiltersState]` is one whose states are of that class,
+    `Eviction` alone one of any state.
 
     `settings` (plain JSON) and `params` (arrays) are the arguments of the method's factory, by name. They decide
     whether two caches may be merged, and rebuild the method from a saved file. `interval` is a setting of every method,
@@ -88,20 +99,20 @@ class Eviction:
         (1, 2, 16, 8)
     """
 
-    init: Init
-    update: Update
+    init: Init[StateT]
+    update: Update[StateT]
     name: str
     settings: Mapping[str, Any]
     params: Mapping[str, mx.array] = dataclasses.field(default_factory=dict)
     needs_queries: bool = False
     static: bool = True
-    observation: Observation | None = None
-    scored: Callable[[Any], Any] = lambda state: state
+    observation: Observation[StateT] | None = None
+    scored: Callable[[StateT], StateT] = lambda state: state
     """state -> state with a rank on each row. Within the budget a static method may put scoring off, and whatever reads
     ranks beside its `update` (merging, filtering, a ragged mask) needs them."""
     shown: Shown | None = None
     """How attention sees the keys, where not as they are stored."""
-    ready: Callable[[Any], Any] = lambda state: state
+    ready: Callable[[StateT], StateT] = lambda state: state
     """state -> state as the next token finds it, where rows leave at intervals (`interval`)."""
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, slots
 from velox_fn.engine.batch import merge, real_rows, take
-from velox_fn.engine.eviction import Eviction, Observation
+from velox_fn.engine.eviction import Eviction, Observation, StateT
 from velox_fn.engine.landing import GROWTH, joined, written
 from velox_fn.engine.records import arrays, replaced
 from velox_fn.engine.rows import View, arriving_positions
@@ -49,7 +49,7 @@ def interval_parts(seen: int | Iterable[int], n_tokens: int | Sequence[int], int
     return tuple(stop - start for start, stop in pairwise([0, *sorted(cuts), max(real)]))
 
 
-def at_intervals(method: Eviction, interval: int) -> Eviction:
+def at_intervals(method: Eviction[StateT], interval: int) -> Eviction[StateT]:
     """`method`, with rows leaving at multiples of `interval` only; with interval=1, `method` as it is.
 
     Its `update` refuses a block that crosses a boundary (`interval_parts` says where to cut). It takes `valid` as a

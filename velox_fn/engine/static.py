@@ -139,7 +139,7 @@ def static_eviction(
     params: Mapping[str, mx.array] | None = None,
     numbers: Sequence[float | mx.array] = (),
     settings: Mapping[str, Any] | None = None,
-) -> Eviction:
+) -> Eviction[StaticState]:
     """A method that is nothing but a score function.
 
         score(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S]; higher stays

@@ -48,8 +48,10 @@ def cur(
     sketch: int | None = None,
     seed: int = 0,
     interval: int = 1,
-) -> Eviction:
-    """The CUR method.
+) -> Eviction[CURState]:
+    """The CUR method: score rows by their own norms within short windows.
+
+    Source: the code published with arXiv:2509.15038. Common arguments: see `METHODS`.
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

@@ -208,8 +208,12 @@ def curdkv(
     mean: bool = False,
     solver: str = "subspace",
     interval: int = 1,
-) -> Eviction:
-    """The CurDKV method. Arguments and errors are those of `curdkv_init`.
+) -> Eviction[CurDKVState]:
+    """The CurDKV method: keep the rows that carry most of what attention puts out.
+
+    Arguments and errors are those of `curdkv_init`.
+
+    Source: inspired by arXiv:2509.15038; what its authors released is `cur`.
 
     Returns:
         An `Eviction` that scores by queries.

@@ -70,7 +70,9 @@ def expected_attention(
     query_cov: mx.array | None = None,
     interval: int = 1,
 ) -> Eviction:
-    """The Expected Attention method.
+    """The Expected Attention method: keep the rows that future queries are expected to look at.
+
+    Source: arXiv:2510.00636, section 3. Common arguments: see `METHODS`.
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

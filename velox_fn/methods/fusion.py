@@ -54,7 +54,9 @@ def fusion(
     use_metal_kernels: bool | None = None,
     interval: int = 1,
 ) -> Eviction:
-    """The fusion of static scores. `install` brings the arrays from a calibration.
+    """The fusion of static scores, each in units of its own spread. `install` brings the arrays from a calibration.
+
+    Source: this project's own, no paper (docs/fusion.md). Common arguments: see `METHODS`.
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

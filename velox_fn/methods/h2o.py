@@ -40,8 +40,11 @@ def h2o(
     rope: RopeSpec | Mapping[str, Any] | None = None,
     rope_base: float | None = None,
     interval: int = 1,
-) -> Eviction:
-    """The H2O method.
+) -> Eviction[DynamicState]:
+    """The H2O method: keep the rows that attention has looked at most, and the most recent ones.
+
+    Source: arXiv:2306.14048, section 4. Common arguments: see `METHODS`. Scores come from queries [B,H_q,S,D]; without
+    them the keys stand in.
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

@@ -45,7 +45,9 @@ def keydiff(
     mean_keys: mx.array | None = None,
     interval: int = 1,
 ) -> Eviction:
-    """The KeyDiff method.
+    """The KeyDiff method: keep the keys that are least like the mean key.
+
+    Source: arXiv:2504.15364, section 3.
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

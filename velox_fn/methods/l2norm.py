@@ -20,11 +20,15 @@ from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.scorers import square_terms
 from velox_fn.engine.select import Scores
-from velox_fn.engine.static import Params, static_eviction
+from velox_fn.engine.static import Params, StaticState, static_eviction
 
 
-def l2norm(*, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int = 0, interval: int = 1) -> Eviction:
-    """The L2Norm method.
+def l2norm(
+    *, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int = 0, interval: int = 1
+) -> Eviction[StaticState]:
+    """The L2Norm method: keep the keys [B,H,S,D] of the smallest norm.
+
+    Source: arXiv:2406.11430, section 3.
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

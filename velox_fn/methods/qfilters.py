@@ -192,8 +192,12 @@ def qfilters(
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
     interval: int = 1,
-) -> Eviction:
-    """The Q-Filters method. Arguments and errors are those of `qfilters_init`.
+) -> Eviction[QFiltersState]:
+    """The Q-Filters method: keep the keys that project highest onto their head's filter.
+
+    Arguments and errors are those of `qfilters_init`.
+
+    Source: arXiv:2503.02812, section 3.2.
 
     Returns:
         A static `Eviction`.

@@ -12,7 +12,7 @@ from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.select import Scores
-from velox_fn.engine.static import Params, static_eviction
+from velox_fn.engine.static import Params, StaticState, static_eviction
 
 _ALL = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, mx.array)  # an array of uint32
@@ -28,8 +28,10 @@ def random_eviction(
     first_head: int = 0,
     rollback: int = 0,
     interval: int = 1,
-) -> Eviction:
-    """The random method.
+) -> Eviction[StaticState]:
+    """The random method: keep rows by lot, the floor that any informed method must beat.
+
+    Source: no paper.
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

@@ -29,8 +29,13 @@ from velox_fn.engine.observation_window import last_queries
 from velox_fn.engine.rows import temporal_order
 
 
-def snapkv(*, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: int = 5, interval: int = 1) -> Eviction:
-    """The SnapKV method.
+def snapkv(
+    *, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: int = 5, interval: int = 1
+) -> Eviction[DynamicState]:
+    """The SnapKV method: keep the rows that the last queries look at, and their neighbours.
+
+    Source: arXiv:2404.14469, section 4. Common arguments: see `METHODS`. Scores come from queries [B,H_q,S,D]; without
+    them the keys stand in.
 
     Args:
         budget: most rows kept for each KV head, sinks and the window included.

@@ -36,8 +36,10 @@ def streaming_llm(
     rope: RopeSpec | Mapping[str, Any] | None = None,
     rollback: int = 0,
     interval: int = 1,
-) -> Eviction:
-    """The StreamingLLM method.
+) -> Eviction[StaticState]:
+    """The StreamingLLM method: keep the first tokens and the last ones.
+
+    Source: arXiv:2309.17453, section 3.2. Common arguments: see `METHODS`.
 
     Args:
         budget: rows kept, sinks included.

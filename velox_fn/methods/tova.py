@@ -24,8 +24,10 @@ from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.observation_window import last_queries
 
 
-def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction:
-    """The TOVA method.
+def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction[DynamicState]:
+    """The TOVA method: keep the rows that the last query looks at most, the same in all heads.
+
+    Source: arXiv:2401.06104, section 3.2.
 
     Args:
         budget: most rows kept, the same ones for all heads, sinks included.

@@ -1,49 +1,15 @@
-"""An mlx_lm whose caches are asked other things than ours answer is told of with words."""
+"""The protocol of a cache names what mlx_lm's own has."""
 
-import tomllib
-from pathlib import Path
-from types import ModuleType
-
-import mlx_lm.models.cache as installed
 import pytest
+from mlx_lm.models.cache import KVCache
 
-from velox_cache import install
-from velox_cache.caches import protocol
-from velox_cache.caches.protocol import TESTED, check_protocol, protocol_faults
+import velox_cache as vc
+import velox_fn
 
-
-def pretended(**classes: type) -> ModuleType:
-    module = ModuleType("cache")
-    vars(module).update(vars(installed))
-    vars(module).update(classes)
-    return module
+NAMES = sorted(name for name in vars(vc.KVCache) if not name.startswith("_"))
 
 
-def test_the_installed_one_fits() -> None:
-    assert protocol_faults() == ()
-    check_protocol()
-
-
-def test_a_name_that_evicting_caches_do_not_have_is_told() -> None:
-    class Older(installed.KVCache):
-        meta_state = ""
-
-    assert protocol_faults(pretended(KVCache=Older)) == ("its caches have meta_state, which evicting caches do not",)
-
-
-def test_a_name_that_we_call_and_they_do_not_have_is_told() -> None:
-    class Bare:
-        update_and_fetch = make_mask = state = nbytes = trim = merge = keys_and_values = None
-
-    assert protocol_faults(pretended(KVCache=Bare)) == ("its KVCache has no from_state",)
-
-
-def test_install_refuses_with_the_versions_that_work(tiny_model, monkeypatch) -> None:
-    monkeypatch.setattr(protocol, "protocol_faults", lambda: ("its caches dance",))
-    with pytest.raises(RuntimeError, match=r"its caches dance.*pip install 'mlx-lm>="):
-        install(tiny_model(), "l2norm", budget=16)
-
-
-def test_the_versions_that_work_are_those_that_the_package_asks_for() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert TESTED in project["dependencies"]
+@pytest.mark.parametrize("cache", [KVCache(), vc.EvictingKVCache(velox_fn.streaming_llm())], ids=["plain", "evicting"])
+def test_caches_have_every_member(cache: vc.KVCache) -> None:
+    assert len(NAMES) == 9
+    assert [name for name in NAMES if not hasattr(cache, name)] == []

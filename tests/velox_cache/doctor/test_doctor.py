@@ -97,7 +97,7 @@ def test_the_doctor_answers_when_chex_cannot_be_imported(tmp_path: Path) -> None
 
 
 def test_an_mlx_lm_of_another_protocol_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("velox_cache.caches.protocol.protocol_faults", lambda: ("its caches have meta_state",))
+    monkeypatch.setattr("velox_cache.caches.mlx_lm_protocol.protocol_faults", lambda: ("its caches have meta_state",))
     monkeypatch.setattr(doctor, "_speed", list)
     found = {finding.name: finding for finding in doctor.doctor() if finding.topic == "mlx-lm"}
     assert found["cache protocol"].fault
