@@ -1,5 +1,6 @@
 """`velox serve`: mlx_lm's own server with evicting caches, over real HTTP on loopback."""
 
+import argparse
 import copy
 import json
 import socket
@@ -32,6 +33,7 @@ import velox_cache as vc
 import velox_fn
 from velox_cache.calibration.texts import held_out_text
 from velox_cache.models import default_cache_dir
+from velox_cache.serve import EvictingModelProvider
 from velox_cache.serving.prompt_prefixes import PromptPrefixes
 
 BUDGET = 40
@@ -503,3 +505,17 @@ def test_eight_smollm2_requests_at_once_get_what_each_gets_alone(tmp_path: Path)
         together = list(pool.map(server.text, prompts))
     with running(model, tmp_path / "log.txt", "--budget", "96") as server:
         assert together == [server.text(prompt) for prompt in prompts]
+
+
+def test_install_is_given_the_tokenizer_where_it_takes_one(folder: Path) -> None:
+    given: list[tuple[Any, Any]] = []
+    no = dict.fromkeys(["adapter_path", "draft_model", "trust_remote_code", "chat_template", "pipeline", "kv_bits"])
+    asked = argparse.Namespace(model=str(folder), use_default_chat_template=False, **no)
+
+    def with_one(model: Any, tokenizer: Any) -> None:
+        given.append((model, tokenizer))
+
+    for install in (with_one, lambda model: given.append((model, None))):
+        provider = EvictingModelProvider(asked, install)
+        provider.load_default()
+        assert given[-1] == (provider.model, provider.tokenizer if install is with_one else None)

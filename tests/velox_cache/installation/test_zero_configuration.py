@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from velox_cache import calibrate, install, load_calibration, save_calibration
+from velox_cache import KVCacheBuilder, KVCacheConfig, calibrate, install, load_calibration, save_calibration
 from velox_cache.calibration import made_once
 from velox_cache.recommended import RECOMMENDED_METHOD
 
@@ -57,6 +57,8 @@ def test_a_calibration_of_other_weights_is_refused(tiny_model, tokenizer):
     other = calibrate(tiny_model(seed=1), tokenizer, ["some words " * 90], progress=False)
     with pytest.raises(ValueError, match="other weights than this model's"):
         install(tiny_model(), budget=16, filters=other)
+    with pytest.raises(ValueError, match="other weights than this model's"):
+        KVCacheBuilder.for_model(tiny_model(), KVCacheConfig(method="qfilters"), other)
     install(tiny_model(), budget=16, filters=replace(other, weights=None))
 
 
