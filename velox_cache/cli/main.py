@@ -39,8 +39,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 EXAMPLES = """examples:
   velox demo
   velox fetch-model smollm2-135m
-  velox calibrate smollm2-135m -o calibration.npz
-  velox generate smollm2-135m --budget 512 --calibration calibration.npz --prompt "Why is the sky blue?"
+  velox advise smollm2-135m --memory 1GB --context 32000
+  velox generate smollm2-135m --budget 512 --prompt "Why is the sky blue?"
 
 `velox COMMAND --help` explains each."""
 REFUSED = 2  # argparse's own status for arguments that cannot be used
