@@ -2,6 +2,7 @@
 
 import _thread
 import argparse
+import inspect
 import logging
 import signal
 import sys
@@ -10,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import mlx.nn as nn
 import mlx_lm.server
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
@@ -19,8 +19,9 @@ from velox_cache.serving.failures import FailureHandler
 from velox_cache.serving.generation import ServingGenerator, make_sampler
 from velox_cache.serving.prompt_prefixes import PromptPrefixes
 
-Install = Callable[[nn.Module], object]
-"""Puts evicting caches into a loaded model; what it returns is logged."""
+Install = Callable[..., object]
+"""Puts evicting caches into a loaded model; what it returns is logged. Where it has an argument `tokenizer`, as
+`velox_cache.install` has, it is given the model's."""
 
 
 class EvictingModelProvider(ModelProvider):
@@ -59,7 +60,8 @@ class EvictingModelProvider(ModelProvider):
         _refuse_draft(draft_model_path)
         super()._load(model_path, adapter_path, draft_model_path)
         try:
-            logging.info(str(self._install(self.model)))
+            takes_one = "tokenizer" in inspect.signature(self._install).parameters
+            logging.info(str(self._install(self.model, **({"tokenizer": self.tokenizer} if takes_one else {}))))
         except BaseException:
             self.reset()  # a model that cannot be bounded must not be served unbounded by the next request
             raise
@@ -70,7 +72,7 @@ class EvictingModelProvider(ModelProvider):
 def serve(model: str, install: Install, server_options: Sequence[str] = (), *, pin_system: bool = False) -> None:
     """Run mlx_lm.server for `model` in the main thread, until interrupted.
 
-    install: puts evicting caches into a loaded model, such as `lambda model: velox_cache.install(model, budget=1024)`;
+    install: puts evicting caches into a loaded model, such as `functools.partial(velox_cache.install, budget=1024)`;
     no `rollback`, since the server's prompt cache takes back any number of tokens where a cache can be trimmed at all.
     pin_system: everything up to the end of a chat's system message stays in its cache, as `EvictingKVCache.pin` has it;
     a request whose system message would fill the budget is refused.

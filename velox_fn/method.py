@@ -37,6 +37,8 @@ class Method:
     query_cov, weights, means, deviations."""
     needs_calibration: bool = False
     """It can do nothing without them."""
+    guesses: bool = False
+    """Without them it estimates a stand-in from each text, far from as good: `install` asks before it lets it."""
     fuses: bool = False
     """Its settings `terms` and `combine` say which columns of means, deviations and weights it takes, as in fusion."""
     recent: bool = False

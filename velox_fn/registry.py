@@ -27,7 +27,7 @@ from velox_fn.methods.streaming_llm import streaming_llm
 from velox_fn.methods.tova import tova
 
 _ENTRIES = (
-    Method(name="qfilters", factory=qfilters, calibrated=("filters",), recent=True, rollback=True),
+    Method(name="qfilters", factory=qfilters, calibrated=("filters",), guesses=True, recent=True, rollback=True),
     Method(
         name="fusion",
         factory=fusion,

@@ -30,7 +30,7 @@ def agent_session(arguments: argparse.Namespace) -> Result:
     from velox_cache.harness.texts import passages, text_named
 
     model, tokenizer = load_model(arguments.model)
-    install_method(model, arguments, snapshots=arguments.snapshots)
+    install_method(model, arguments, tokenizer=tokenizer, snapshots=arguments.snapshots)
     words = list(tokenizer.encode(text_named(arguments.text)))
     script = Script(
         opening=tokenizer.encode("<|im_start|>system\nYou work with tools.<|im_end|>\n<|im_start|>user\nGo on."),

@@ -6,16 +6,23 @@ options come last, after --server-options."""
 import argparse
 from typing import TYPE_CHECKING
 
-from velox_cache.cli.method_arguments import FULL_CACHE, METHOD_EXAMPLES, add_method_arguments, method_settings
+from velox_cache.cli.method_arguments import (
+    METHOD_EXAMPLES,
+    add_method_arguments,
+    check_method_arguments,
+    install_method,
+    method_settings,
+)
 from velox_cache.cli.model_argument import add_model_argument, model_folder
 
 if TYPE_CHECKING:
     import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 EXAMPLES = f"""{METHOD_EXAMPLES}
 
 examples:
-  velox serve smollm2-135m --budget 512 --calibration calibration.npz
+  velox serve smollm2-135m --budget 512
   velox serve mlx-community/Qwen3-4B-4bit --budget 2048 --port 8000 --server-options --temp 0.7"""
 
 
@@ -49,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    from velox_cache.installation.installing import install
+    check_method_arguments(arguments)
+
     from velox_cache.serve import serve
 
     folder = model_folder(arguments.model)
@@ -61,17 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     options = ["--host", arguments.host, "--port", str(arguments.port), *arguments.server_options]
 
-    def bound(model: "nn.Module") -> object:
-        if arguments.method == FULL_CACHE:
-            return "the model's own caches, unbounded"
-        return install(
-            model,
-            arguments.method,
-            calibration=arguments.calibration,
-            queries=arguments.queries,
-            snapshots=snapshots,
-            **settings,
-        )
+    def bound(model: "nn.Module", tokenizer: "TokenizerWrapper") -> object:
+        report = install_method(model, arguments, tokenizer=tokenizer, snapshots=snapshots)
+        return report or "the model's own caches, unbounded"
 
     serve(arguments.model if folder is None else str(folder), bound, options, pin_system=arguments.pin_system)
     return 0

@@ -6,6 +6,7 @@ import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.made_once import check_weights
 from velox_cache.compat.config import KVCacheConfig
 from velox_cache.installation.layer_arguments import check_values_read, layer_arguments
 from velox_cache.installation.own_part import part_of_calibration
@@ -26,12 +27,14 @@ class KVCacheBuilder:
 
         Layers that are not bounded keep the cache that the model makes for them. To have mlx_lm make fresh ones for
         every generation, use `install`. On a model that is spread over several processes each makes its own part.
-        Raises ValueError when head_dim or the calibration do not fit the model.
+        Raises ValueError when head_dim or the calibration do not fit the model, or it was made with other weights.
         """
         plan = plan_layers(model)
         shard = model_shard(model)
         ropes, layouts = ModelRopes(model), KeyLayouts(model)
         check_values_read(method_named(config.method), config.settings(), model)
+        if calibration is not None:
+            check_weights(calibration, model)
         own = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
         methods = {
             entry.layer: _layer_method(model, config, own, entry.layer, shard, ropes, layouts)

@@ -54,7 +54,7 @@ def read_at_intervals(
         for interval in intervals:
             budget = peak - (interval if interval > 1 else 0)
             given = dict(settings or {}) | ({} if share is None else {"recent": int(share * budget)})
-            install(model, method, budget=budget, interval=interval, calibration=calibration, **given)
+            install(model, method, budget=budget, interval=interval, calibration=calibration, calibrate=False, **given)
             reading = read_passage(model, passage, n_context=n_context)
             uninstall(model)
             near = fidelity(reading, full)

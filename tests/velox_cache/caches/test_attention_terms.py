@@ -11,7 +11,7 @@ from mlx_lm.models import base, llama
 from mlx_lm.models.cache import make_prompt_cache
 
 import velox_cache as vc
-from velox_cache.evaluation.predicted_attention import attention_correlation, true_mean_attention
+from velox_cache.calibration.predicted_attention import attention_correlation, true_mean_attention
 from velox_cache.harness.shared_prefill import shared_prefill
 from velox_cache.introspection.query_tap import ObservedAttention
 from velox_fn import METHODS

@@ -111,3 +111,12 @@ def test_of_a_model_it_says_what_inspect_model_says(
     for about in said.keys() & {"layers", "queries", "renumbering", "masks"}:
         assert said[about] in inspected
     assert ("queries" in said) == (architecture != "mamba")
+
+
+def test_an_mlx_lm_of_another_protocol_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("velox_cache.caches.mlx_lm_protocol.protocol_faults", lambda: ("its caches have meta_state",))
+    monkeypatch.setattr(doctor, "_speed", list)
+    found = {finding.name: finding for finding in doctor.doctor() if finding.topic == "mlx-lm"}
+    assert found["cache protocol"].fault
+    assert "meta_state" in found["cache protocol"].value
+    assert "pip install 'mlx-lm" in found["what to do"].value
