@@ -106,10 +106,10 @@ def predicts_attention(model: nn.Module, tokenizer: Tokenizer, calibration: Cali
     models whose softmax has terms of its own.
     """
 
+    filters = {layer: one for layer, one in enumerate(calibration.filters) if one is not None}
+
     def projection(layer: int, keys: mx.array, values: mx.array) -> mx.array:
-        filters = calibration.filters[layer]
-        assert filters is not None  # a layer whose queries are seen has been calibrated
-        return (keys * filters[:, None]).sum(-1)
+        return (keys * filters[layer][:, None]).sum(-1)
 
     try:
         found = attention_correlation(model, tokenizer, held_out_text(), {"projection": projection})

@@ -53,7 +53,7 @@ def cur(
 ) -> Eviction[CURState]:
     """The CUR method: score rows by their own norms within short windows.
 
-    Source: the code published with arXiv:2509.15038. Common arguments: see `METHODS`.
+    Source: the code published with arXiv:2509.15038.
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

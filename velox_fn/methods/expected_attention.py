@@ -74,7 +74,7 @@ def expected_attention(
 ) -> Eviction:
     """The Expected Attention method: keep the rows that future queries are expected to look at.
 
-    Source: arXiv:2510.00636, section 3. Common arguments: see `METHODS`.
+    Source: arXiv:2510.00636, section 3.
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

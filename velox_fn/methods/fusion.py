@@ -58,7 +58,7 @@ def fusion(
 ) -> Eviction:
     """The fusion of static scores, each in units of its own spread. `install` brings the arrays from a calibration.
 
-    Source: this project's own, no paper (docs/fusion.md). Common arguments: see `METHODS`.
+    Source: this project's own, no paper (docs/fusion.md).
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

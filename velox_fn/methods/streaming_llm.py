@@ -41,7 +41,7 @@ def streaming_llm(
 ) -> Eviction[StaticState]:
     """The StreamingLLM method: keep the first tokens and the last ones.
 
-    Source: arXiv:2309.17453, section 3.2. Common arguments: see `METHODS`.
+    Source: arXiv:2309.17453, section 3.2.
 
     Args:
         budget: rows kept, sinks included.
