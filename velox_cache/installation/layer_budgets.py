@@ -101,9 +101,10 @@ def takes_own_masks(model: nn.Module, make_caches: Callable[[], list[Any]]) -> b
     by hand, where layers read another layer's rows, or where one of the caches has no batched form.
     """
     try:
-        batch: Any = [type(one).merge([one, other]) for one, other in zip(make_caches(), make_caches(), strict=True)]
-        for tokens in ([0, 1], [2]):  # latent attention does one token's by another road
-            model(mx.array([tokens, tokens]), cache=batch)
+        for tokens in ([0, 1], [0]):  # latent attention does one token's by another road
+            # Fresh ones for each: a second call would begin to compute the first, which ranks do in their own order.
+            pairs = zip(make_caches(), make_caches(), strict=True)
+            model(mx.array([tokens, tokens]), cache=[type(one).merge([one, other]) for one, other in pairs])
     except Exception:  # whatever it is: such a model is served one sequence at a time
         return False
     return True
