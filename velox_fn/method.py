@@ -28,7 +28,7 @@ class Method:
     factory: Callable[..., Eviction]
     calibrated: tuple[str, ...] = ()
     """The arguments that come from a calibration, arrays [H,...] of one layer: among filters, mean_keys, query_mean,
-    query_cov, weights, means, deviations."""
+    query_cov, weights, means, deviations, and those of `methods.learned.LEARNED`."""
     needs_calibration: bool = False
     """It can do nothing without them."""
     fuses: bool = False

@@ -8,6 +8,7 @@ import pytest
 
 import velox_fn
 from velox_fn import METHODS, Method, all_methods, register, static_eviction, unregister
+from velox_fn.methods.learned import LEARNED
 from velox_fn.registry import BUILT_IN, method_named
 
 
@@ -31,7 +32,7 @@ def test_the_facts_of_a_built_in_method_are_all_that_its_arguments_offer(name):
     assert ("recent" in taken, "rollback" in taken) == (method.recent, method.rollback)
     assert [place for place in ("layer", "first_head") if place in taken] == list(method.place)
     assert ("rope" in taken) == (method.rope is not None)
-    arrays = {"filters", "mean_keys", "query_mean", "query_cov", "weights", "means", "deviations"}
+    arrays = {"filters", "mean_keys", "query_mean", "query_cov", "weights", "means", "deviations", *LEARNED}
     assert set(method.calibrated) == arrays & set(taken)
 
 

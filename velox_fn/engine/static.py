@@ -137,6 +137,7 @@ def static_eviction(
     rollback: int | None = None,
     use_metal_kernels: bool | None = None,
     params: Mapping[str, mx.array] | None = None,
+    value_params: Sequence[str] = (),
     numbers: Sequence[float | mx.array] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Eviction:
@@ -153,9 +154,10 @@ def static_eviction(
     construction comes as `params` and `numbers`, never inside a closure. A closure is right, and traced by itself.
 
     params, name to array per KV head: `score` sees them in this order, an array [H,D,...] as [B,H,D,...] and an array
-    [H] as [B,H,1]. numbers: single numbers, which `score` sees after them, each as [B,1,1]: a float as float32, an
-    array of no dimension in its own dtype. settings: the arguments of the method's factory beside the row counts.
-    recent, rollback: None where the factory has no such argument, which is 0 and then no setting.
+    [H] as [B,H,1]. value_params: the names of those that are as wide as values. numbers: single numbers, which `score`
+    sees after them, each as [B,1,1]: a float as float32, an array of no dimension in its own dtype. settings: the
+    arguments of the method's factory beside the row counts. recent, rollback: None where the factory has no such
+    argument, which is 0 and then no setting.
 
     Raises ValueError on counts that cannot work.
     """
@@ -174,7 +176,8 @@ def static_eviction(
         counts = {"recent": 0, **limits}
         store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, **counts, use_metal_kernels=use_metal_kernels)
         for param, array in params.items():
-            checks.fits_heads(param, array, n_kv_heads, head_dim)
+            width = (value_dim or head_dim) if param in value_params else head_dim
+            checks.fits_heads(param, array, n_kv_heads, width)
         per_head = [per_row(array, batch) for array in params.values()]
         alike = [mx.broadcast_to(number, (batch, 1, 1)) for number in scalars]
         return StaticState(store=store, params=(*per_head, *alike))
