@@ -3,9 +3,10 @@
 from .caches.evicting import EvictingKVCache, MissingQueriesError
 from .caches.prompt_file import load_prompt_cache, register_with_mlx_lm, save_prompt_cache
 from .calibration import average_gqa_filters, compute_qfilters
-from .calibration.artifact import QFiltersCalibration, import_published_filters, load_qfilters, save_qfilters
+from .calibration.artifact import Calibration, import_published_filters, load_calibration, save_calibration
 from .calibration.calibrating import calibrate, collect_query_activations, sign_agreement
 from .compat.builder import KVCacheBuilder
+from .compat.calibration_names import QFiltersCalibration, load_qfilters, save_qfilters
 from .compat.config import KVCacheConfig
 from .compat.curdkv_cache import CurDKVKVCache
 from .compat.qfilters_cache import QFiltersKVCache
@@ -16,6 +17,7 @@ from .learning.weight_search import SearchOutcome, search_weights
 from .version import __version__
 
 __all__ = [
+    "Calibration",
     "CurDKVKVCache",
     "EvictingKVCache",
     "InstallReport",
@@ -33,11 +35,13 @@ __all__ = [
     "compute_qfilters",
     "import_published_filters",
     "install",
+    "load_calibration",
     "load_prompt_cache",
     "load_qfilters",
     "observe_queries",
     "plan_layers",
     "register_with_mlx_lm",
+    "save_calibration",
     "save_prompt_cache",
     "save_qfilters",
     "search_weights",

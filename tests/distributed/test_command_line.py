@@ -10,7 +10,7 @@ import pytest
 from launching import free_ports, launched, run, running
 from small_models import save_small_model, some_filters
 
-from velox_cache import load_qfilters, save_qfilters
+from velox_cache import load_calibration, save_calibration
 
 pytestmark = pytest.mark.slow
 
@@ -46,15 +46,15 @@ def test_ranks_calibrate_together_and_one_of_them_says_so(folder, tmp_path):
     alone, together = run([*words, tmp_path / "alone.npz"]), launched(2, *words, tmp_path / "together.npz")
     assert (alone.status, together.status) == (0, 0), alone.err + together.err
     assert together.out == alone.out.replace("alone", "together")
-    one, two = (load_qfilters(tmp_path / f"{name}.npz").filters for name in ("alone", "together"))
+    one, two = (load_calibration(tmp_path / f"{name}.npz").filters for name in ("alone", "together"))
     for found, expected in zip(two, one, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_ranks_compare_together_and_report_what_one_process_reports(folder, tmp_path):
-    text, filters = tmp_path / "text.txt", tmp_path / "filters.npz"
+    text, filters = tmp_path / "text.txt", tmp_path / "calibration.npz"
     text.write_text("All work and no play makes a dull text. " * 20)
-    save_qfilters(some_filters(), filters)
+    save_calibration(some_filters(), filters)
     options = [
         "--methods",
         "qfilters,l2norm",
@@ -64,7 +64,7 @@ def test_ranks_compare_together_and_report_what_one_process_reports(folder, tmp_
         "none",
         "--texts",
         text,
-        "--filters",
+        "--calibration",
         filters,
     ]
     sizes = ["--context", 48, "--scored", 8, "--passages", 3, "--no-heads", "--no-figures", "--out"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.fusion_choice import FusionChoice
 from velox_fn.method import Method
 from velox_fn.methods.fusion import term_names
@@ -15,9 +15,7 @@ RECENT_SHARE = 0.75
 """The share of the budget that `install` protects as recent rows where nothing else is known."""
 
 
-def with_weights(
-    calibration: QFiltersCalibration, choice: FusionChoice, weights: Mapping[int, mx.array]
-) -> QFiltersCalibration:
+def with_weights(calibration: Calibration, choice: FusionChoice, weights: Mapping[int, mx.array]) -> Calibration:
     """The calibration with weights float32 [H,T] of the choice's terms, by layer."""
     statistics = [
         None if layer is None else replace(layer, fusion_weights=weights[index])
@@ -26,13 +24,13 @@ def with_weights(
     return replace(calibration, statistics=statistics, fusion=choice)
 
 
-def without_weights(calibration: QFiltersCalibration) -> QFiltersCalibration:
+def without_weights(calibration: Calibration) -> Calibration:
     """The calibration as it was before any search: equal weights."""
     statistics = [None if layer is None else replace(layer, fusion_weights=None) for layer in calibration.statistics]
     return replace(calibration, statistics=statistics, fusion=None)
 
 
-def recent_share(method: Method, settings: Mapping[str, Any], calibration: QFiltersCalibration | None) -> float:
+def recent_share(method: Method, settings: Mapping[str, Any], calibration: Calibration | None) -> float:
     """The share of the budget that is protected as recent unless `settings` say otherwise."""
     if calibration is None or calibration.fusion is None or not method.fuses:
         return RECENT_SHARE

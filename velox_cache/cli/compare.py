@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from velox_cache.cli.calibration_argument import add_calibration_argument
 from velox_cache.cli.model_argument import add_model_argument, load_model, model_id
 from velox_cache.distributed.launcher import launched_rank
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_METHODS = "fusion,qfilters,qfilters:calibrated=false,streaming_llm,l2norm,keydiff,h2o,snapkv,random"
 EXAMPLES = """examples:
   velox compare smollm2-135m --methods fusion,qfilters,streaming_llm --budgets 128,256
-  velox compare MODEL --filters filters.npz --methods qfilters:recent=0,qfilters --budgets 512 --texts novel.txt
+  velox compare MODEL --calibration calibration.npz --methods qfilters:recent=0,qfilters --budgets 512 --texts novel.txt
   velox compare MODEL --tasks none --texts documentation,licence
   velox compare MODEL --texts none --tasks needle,two_hop --seeds 20
 
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the method that the tables set the others beside, where it is among them (default: %(default)s)",
     )
     parser.add_argument("--no-heads", action="store_true", help="leave attention, anisotropy and kept positions out")
-    parser.add_argument("--filters", metavar="FILE", help="filters of `velox calibrate` (default: calibrate now)")
+    add_calibration_argument(parser, "calibration of MODEL (default: calibrate now)")
     parser.add_argument("--calibration-tokens", type=int, default=3072, metavar="N", help="for that (default: 3072)")
     parser.add_argument("--out", metavar="FOLDER", help="where results go (default: compare-MODEL)")
     parser.add_argument("--no-figures", action="store_true", help="write no PNG files")
@@ -140,17 +141,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _calibration(
     arguments: argparse.Namespace, model: Any, tokenizer: Any, name: str, folder: Path, group: Any
 ) -> tuple[Any, str]:
-    """The filters to use, and a fingerprint of them. Those made here stay in the folder, for the next run."""
+    """The calibration to use, and a fingerprint of it. One made here stays in the folder, for the next run."""
     import hashlib
 
     import numpy as np
 
-    from velox_cache import calibrate, load_qfilters, save_qfilters
+    from velox_cache import calibrate, load_calibration, save_calibration
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.distributed.collectives import on_all_ranks
 
-    own = folder / f"filters-{arguments.calibration_tokens}.npz"
-    if not arguments.filters and not on_all_ranks(own.exists(), group):
+    own = folder / f"calibration-{arguments.calibration_tokens}.npz"
+    if not arguments.calibration and not on_all_ranks(own.exists(), group):
         made = calibrate(
             model,
             tokenizer,
@@ -160,8 +161,8 @@ def _calibration(
             dataset=SOURCE,
             group=group,
         )
-        save_qfilters(made, own)
-    calibration = load_qfilters(arguments.filters or own)
+        save_calibration(made, own)
+    calibration = load_calibration(arguments.calibration or own)
     digest = hashlib.sha256()
     for filters in calibration.filters:
         digest.update(b"" if filters is None else np.asarray(filters).tobytes())

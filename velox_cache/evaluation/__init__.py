@@ -1,11 +1,9 @@
 """What a bounded cache costs and keeps, measured on a model: typed results from plain functions."""
 
 from velox_cache.evaluation.anisotropy import Anisotropy, anisotropy
-from velox_cache.evaluation.answer import Answer, greedy_answer
 from velox_cache.evaluation.attention import ScorerCorrelation, default_scorers, score_attention
 from velox_cache.evaluation.cells import Cells
 from velox_cache.evaluation.compare import Contender, Measurement, Row, compare
-from velox_cache.evaluation.planted_fact import PlantedFact, planted_fact_prompt
 from velox_cache.evaluation.prefill import ChunkedPrefill, prefill_in_chunks
 from velox_cache.evaluation.synthetic_qfilters import synthetic_qfilters
 from velox_cache.evaluation.task_runs import TaskReply, check_equal_rows, evidence_kept, run_task, seeded_prompt
@@ -23,7 +21,6 @@ __all__ = [
     "FULL",
     "TASKS",
     "Anisotropy",
-    "Answer",
     "Arm",
     "ArmReading",
     "CacheUsage",
@@ -33,7 +30,6 @@ __all__ = [
     "Fidelity",
     "Measurement",
     "MemoryUse",
-    "PlantedFact",
     "Reading",
     "Row",
     "ScorerCorrelation",
@@ -50,11 +46,9 @@ __all__ = [
     "evidence_kept",
     "fidelity",
     "gap_closed",
-    "greedy_answer",
     "memory_use",
     "parse_arm",
     "perplexity",
-    "planted_fact_prompt",
     "prefill_in_chunks",
     "read_arms",
     "read_passage",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from velox_cache.distributed.collectives import Group, texts_of_all
+from velox_cache.distributed.collectives import Group, all_gather_texts
 
 
 class Cells:
@@ -45,7 +45,7 @@ class Cells:
         Raises RuntimeError when another rank has ended.
         """
         here = [[key, value] for key in map(dict, keys) if (value := self.get(key)) is not None]
-        for text in texts_of_all(json.dumps(here), group):
+        for text in all_gather_texts(json.dumps(here), group):
             for key, value in json.loads(text):
                 if self.get(key) is None:
                     self.put(key, value)

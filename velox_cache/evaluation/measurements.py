@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from velox_cache.caches.evicting import EvictingKVCache
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.texts import calibration_texts, filler_text
 from velox_cache.evaluation.anisotropy import anisotropy
 from velox_cache.evaluation.attention import default_scorers, score_attention
@@ -104,7 +104,7 @@ def tasks(model: nn.Module, tokenizer: TokenizerWrapper, work: Workload) -> list
 
 
 def heads(
-    model: nn.Module, tokenizer: TokenizerWrapper, calibration: QFiltersCalibration, work: Workload, shown_budget: int
+    model: nn.Module, tokenizer: TokenizerWrapper, calibration: Calibration, work: Workload, shown_budget: int
 ) -> list[Measurement]:
     """On the first text: correlation of scores with attention, anisotropy, and the positions that arms keep."""
     name, n_tokens = work.texts[0], work.n_heads_text

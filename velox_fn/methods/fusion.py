@@ -96,7 +96,7 @@ def fusion(
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError(
             f"fusion of {' and '.join(names)} needs {', '.join(missing)}, which come from a calibration: run `velox "
-            "calibrate`, and give what it makes as filters= to install, or --filters"
+            "calibrate`, and give what it makes as calibration= to install, or --calibration"
         )
 
     return dataclasses.replace(at_intervals(plain, interval), init=refuse, params=params)
