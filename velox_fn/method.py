@@ -35,6 +35,8 @@ class Method:
     """Its settings `terms` and `combine` say which columns of means, deviations and weights it takes, as in fusion."""
     recent: bool = False
     """It has the setting `recent`, which `install` may set where the user does not."""
+    recent_share: float | None = None
+    """The share of the budget that `install` sets `recent` to; None, that of most methods."""
     rollback: bool = False
     """It has the setting `rollback`: a row is scored once, so that tokens can be taken back after evictions."""
     place: tuple[str, ...] = ()

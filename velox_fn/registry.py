@@ -19,7 +19,7 @@ from velox_fn.methods.fusion import PER_TERM, fusion
 from velox_fn.methods.h2o import h2o
 from velox_fn.methods.keydiff import keydiff
 from velox_fn.methods.l2norm import l2norm
-from velox_fn.methods.learned import LEARNED, learned
+from velox_fn.methods.learned import LEARNED, RECENT_SHARE, learned
 from velox_fn.methods.qfilters import qfilters
 from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
@@ -43,6 +43,7 @@ _ENTRIES = (
         calibrated=LEARNED,
         needs_calibration=True,
         recent=True,
+        recent_share=RECENT_SHARE,
         rollback=True,
     ),
     Method(name="curdkv", factory=curdkv, recent=True),

@@ -32,6 +32,8 @@ def without_weights(calibration: Calibration) -> Calibration:
 
 def recent_share(method: Method, settings: Mapping[str, Any], calibration: Calibration | None) -> float:
     """The share of the budget that is protected as recent unless `settings` say otherwise."""
+    if method.recent_share is not None:
+        return method.recent_share
     if calibration is None or calibration.fusion is None or not method.fuses:
         return RECENT_SHARE
     asked = {**method.defaults, **settings}

@@ -1,6 +1,6 @@
-"""Run texts through a model, each followed by a request to repeat it and itself, and sum up what their rows were worth."""
+"""Texts that a model reads twice, asked in between to repeat them, and the sums of what their rows were worth."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -34,6 +34,12 @@ def texts_to_read_again(sequences: Sequence[Sequence[int]]) -> list[ReadAgain]:
     return [ReadAgain(tuple(piece), i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) for i, piece in enumerate(spread)]
 
 
+def request_tokens(encode: Callable[[str], Sequence[int]]) -> list[int]:
+    """The request, without what the tokenizer puts before every text."""
+    before, tokens = list(encode("")), list(encode(REQUEST))
+    return tokens[1:] if before and tokens[:1] == before[:1] else tokens
+
+
 def sums_of_texts(
     sums: Mapping[int, LayerSums],
     model: nn.Module,
@@ -41,7 +47,7 @@ def sums_of_texts(
     request: Sequence[int],
     advance: Callable[[int], object],
 ) -> dict[int, LayerSums]:
-    """`sums`, by layer, with what the rows of the texts were worth; `advance` is called with the tokens done."""
+    """`sums`, by layer, with what the rows of the texts were worth. `advance` is called with 1 after each text."""
     found = dict(sums)
     for text in texts:
         tokens = [*text.tokens, *request, *text.tokens]
@@ -53,5 +59,5 @@ def sums_of_texts(
                 worth = row_worth(call, len(text.tokens))
                 found[call.layer] = replace(layer, scores=with_text(so_far, worth, held_out=text.held_out))
                 mx.eval(found[call.layer].arrays())
-        advance(len(tokens))
+        advance(1)
     return found

@@ -11,10 +11,10 @@ from itertools import pairwise
 
 import mlx.core as mx
 
+from velox_cache.calibration.score_choice import TARGETS
 from velox_cache.introspection.observed_prefill import LayerQueries
 from velox_fn.engine.widening import widened
 
-TARGETS = ("natural", "repeated")
 N_SINK = 4  # rows left out: every method keeps them, and their attention is of another kind
 WINDOW = 32  # tokens after which a row is no longer recent
 AGES = (16, 23, 32, 45, 64, 91, 128, 181, 256)
@@ -29,7 +29,7 @@ class RowWorth:
 
     keys: mx.array  # float32 [H, n, D]
     values: mx.array  # float32 [H, n, D_v]
-    worth: mx.array  # float32 [H, n, 2]: TARGETS, log
+    worth: mx.array  # float32 [H, n, len(TARGETS)], log
     by_age: mx.array  # float32 [H, len(AGES) - 1]: attention summed over pairs of a query and a row of such an age
     n_pairs: mx.array  # float32 [H, len(AGES) - 1]
 
@@ -52,7 +52,8 @@ def row_worth(call: LayerQueries, n_text: int) -> RowWorth:
         weights, moved = _attention(queries * call.scale, keys, values, sinks)
         natural = (moved[:, :n_text, rows] * old).mean(0).sum(0) / old.sum(0)
         repeated = moved[:, n_tokens - n_text :, rows].max((0, 1))
-        worth.append(mx.log(mx.stack([natural, repeated], axis=-1) + _LEAST))
+        seen = {"natural": natural, "repeated": repeated}
+        worth.append(mx.log(mx.stack([seen[name] for name in TARGETS], axis=-1) + _LEAST))
         by_age.append((weights[:, :n_text, :n_text].mean(0) * of_age).sum((1, 2)))
         mx.eval(worth[-1], by_age[-1])
     n_heads = len(worth)

@@ -6,20 +6,19 @@ attention, in which age is measured too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from velox_cache.calibration.row_worth import AGES, TARGETS
+from velox_cache.calibration.row_worth import AGES
+from velox_cache.calibration.score_choice import FEATURES, TARGETS, ScoreChoice
 from velox_cache.calibration.score_sums import ScoreSums
 from velox_fn.methods.learned import OF_ROWS
 
-FEATURES = ("keys", "keys+key_squares", "keys+values", "keys+key_squares+values+value_squares")
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-BLENDS = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))
+BLEND = (1.0, 1.0)
 """Weights of TARGETS."""
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -27,21 +26,17 @@ Moments = tuple[Floats, Floats, Floats]
 """gram, cross and squares of `ScoreSums`, of one half."""
 
 
-@dataclass(frozen=True)
-class ScoreChoice:
-    """How the learned scores of a calibration were fitted."""
-
-    features: str  # one of FEATURES
-    ridge: float  # in units of the features' variance
-    blend: tuple[float, ...]  # weights of the targets
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "blend", tuple(self.blend))
-        if self.features not in FEATURES or not self.ridge > 0 or len(self.blend) != len(TARGETS):
-            raise ValueError(
-                f"a learned score is fitted to some of {', '.join(FEATURES)} with a positive ridge and a weight for "
-                f"each of {', '.join(TARGETS)}, got {self}"
-            )
+def fit_scores(layers: Mapping[int, ScoreSums]) -> tuple[ScoreChoice | None, dict[int, dict[str, mx.array]]]:
+    """The choice for this model, and per layer the arrays of its learned score, as statistics hold them; None and
+    nothing where there are no sums."""
+    if not layers:
+        return None, {}
+    choice = best_choice(layers, BLEND)
+    correlations = held_out_correlations(layers, choice)
+    return choice, {
+        index: {**fitted(sums, choice), "score_correlation": mx.array(correlations[index].astype(np.float32))}
+        for index, sums in layers.items()
+    }
 
 
 def choices(blend: Sequence[float]) -> list[ScoreChoice]:

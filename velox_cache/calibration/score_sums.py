@@ -7,7 +7,8 @@ and judged by the sums over these: correlations follow from second moments alone
 
 import mlx.core as mx
 
-from velox_cache.calibration.row_worth import AGES, TARGETS, RowWorth
+from velox_cache.calibration.row_worth import AGES, RowWorth
+from velox_cache.calibration.score_choice import TARGETS
 from velox_fn.engine.records import record
 
 HELD_OUT_EVERY = 4

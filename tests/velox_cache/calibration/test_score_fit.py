@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from velox_cache.calibration.row_worth import AGES, RowWorth
+from velox_cache.calibration.score_choice import FEATURES, ScoreChoice
 from velox_cache.calibration.score_fit import (
-    FEATURES,
-    ScoreChoice,
     age_slopes,
     best_choice,
     fitted,

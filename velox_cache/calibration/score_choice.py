@@ -1,0 +1,23 @@
+"""How the learned scores of a calibration were fitted, as the calibration carries it."""
+
+from dataclasses import dataclass
+
+TARGETS = ("natural", "repeated")
+FEATURES = ("keys", "keys+key_squares", "keys+values", "keys+key_squares+values+value_squares")
+
+
+@dataclass(frozen=True)
+class ScoreChoice:
+    """How the learned scores of a calibration were fitted."""
+
+    features: str  # one of FEATURES
+    ridge: float  # in units of the features' variance
+    blend: tuple[float, ...]  # weights of the targets
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blend", tuple(self.blend))
+        if self.features not in FEATURES or not self.ridge > 0 or len(self.blend) != len(TARGETS):
+            raise ValueError(
+                f"a learned score is fitted to some of {', '.join(FEATURES)} with a positive ridge and a weight for "
+                f"each of {', '.join(TARGETS)}, got {self}"
+            )
