@@ -120,7 +120,8 @@ def _correlations(sums: Moments, weights: Floats, blend: Sequence[float]) -> Flo
     mixed = _in_units(squares, blend)
     together = np.einsum("hf,hft,ht->h", weights, cross, mixed)
     apart = np.einsum("hf,hfg,hg->h", weights, gram, weights) * np.einsum("ht,htu,hu->h", mixed, squares, mixed)
-    return together / np.sqrt(np.where(apart > 0, apart, 1))
+    found: Floats = together / np.sqrt(np.where(apart > 0, apart, 1))
+    return found
 
 
 def _mean(parts: Iterable[Floats]) -> float:

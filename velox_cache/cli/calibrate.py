@@ -57,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="texts are cut into sequences of N tokens (default: 2048)",
     )
     parser.add_argument(
+        "--no-learned-scores",
+        action="store_true",
+        help="leave out the second reading, to which the method learned is fitted; the others do without",
+    )
+    parser.add_argument(
         "--search-weights",
         type=float,
         metavar="SECONDS",
@@ -92,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         dataset=", ".join(arguments.text) if arguments.text else SOURCE,
         progress=sys.stderr.isatty(),
         group=world(),
+        learned_scores=not arguments.no_learned_scores,
     )
     if not launched_rank() and (arguments.search_weights is None or not output.exists()):
         save_calibration(calibration, output)  # an older file may hold searched weights: not before the search is over
