@@ -121,11 +121,11 @@ def _row_scores(keys: mx.array, values: mx.array, positions: mx.array, params: P
     # Quotients, and no products, where something is added: a sum of products might be contracted into a fused
     # multiply-add, and the bits of a compiled step would differ from those of a block.
     f, e, g, c, gain = params
-    terms = [
-        (linear[:, :, None] + rows / (1 / square)[:, :, None]) * rows
+    of_keys, of_values = (
+        ((linear[:, :, None] + rows / (1 / square)[:, :, None]) * rows).sum(-1)
         for rows, linear, square in ((widened(keys), f, e), (widened(values), g, c))
-    ]
-    return mx.concatenate(terms, axis=-1).sum(-1) + positions / (1 / gain)
+    )
+    return of_keys + of_values + positions / (1 / gain)
 
 
 def _metal_score(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
