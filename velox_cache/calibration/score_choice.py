@@ -1,8 +1,14 @@
 """How the learned scores of a calibration were fitted, as the calibration carries it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 TARGETS = ("natural", "repeated")
+BLENDS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {"natural": (1.0, 0.0), "repeated": (0.0, 1.0), "both": (1.0, 1.0)}
+)
+"""Weights of TARGETS, each in units of its spread, by name."""
 FEATURES = ("keys", "keys+key_squares", "keys+values", "keys+key_squares+values+value_squares")
 
 

@@ -18,20 +18,19 @@ from velox_cache.calibration.score_sums import ScoreSums
 from velox_fn.methods.learned import OF_ROWS
 
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-BLEND = (1.0, 1.0)
-"""Weights of TARGETS."""
-
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Moments = tuple[Floats, Floats, Floats]
 """gram, cross and squares of `ScoreSums`, of one half."""
 
 
-def fit_scores(layers: Mapping[int, ScoreSums]) -> tuple[ScoreChoice | None, dict[int, dict[str, mx.array]]]:
+def fit_scores(
+    layers: Mapping[int, ScoreSums], blend: Sequence[float]
+) -> tuple[ScoreChoice | None, dict[int, dict[str, mx.array]]]:
     """The choice for this model, and per layer the arrays of its learned score, as statistics hold them; None and
     nothing where there are no sums."""
     if not layers:
         return None, {}
-    choice = best_choice(layers, BLEND)
+    choice = best_choice(layers, blend)
     correlations = held_out_correlations(layers, choice)
     return choice, {
         index: {**fitted(sums, choice), "score_correlation": mx.array(correlations[index].astype(np.float32))}

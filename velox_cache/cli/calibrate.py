@@ -57,9 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="texts are cut into sequences of N tokens (default: 2048)",
     )
     parser.add_argument(
-        "--no-learned-scores",
-        action="store_true",
-        help="leave out the second reading, to which the method learned is fitted; the others do without",
+        "--learned-target",
+        choices=("natural", "repeated", "both", "none"),
+        help="attention that the method learned is fitted to: of the text itself, of the text read again, or both; "
+        "none leaves the fit out, and its time (default: both)",
     )
     parser.add_argument(
         "--search-weights",
@@ -81,11 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--search-weights runs in one process; calibrate under mlx.launch, then search without it")
 
     from velox_cache import calibrate, save_calibration
+    from velox_cache.calibration.calibrating import LEARNED_TARGET
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.cli.inspect import describe
     from velox_cache.distributed.collectives import world
 
     texts = [_read(name) for name in arguments.text] if arguments.text else calibration_texts()
+    targets = {"none": None, None: LEARNED_TARGET}
     model, tokenizer = load_model(arguments.model, arguments.shard)
     calibration = calibrate(
         model,
@@ -97,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         dataset=", ".join(arguments.text) if arguments.text else SOURCE,
         progress=sys.stderr.isatty(),
         group=world(),
-        learned_scores=not arguments.no_learned_scores,
+        learned_target=targets.get(arguments.learned_target, arguments.learned_target),
     )
     if not launched_rank() and (arguments.search_weights is None or not output.exists()):
         save_calibration(calibration, output)  # an older file may hold searched weights: not before the search is over

@@ -52,11 +52,13 @@ def describe(calibration: "Calibration") -> str:
 
 def _fit_lines(calibration: "Calibration", choice: "ScoreChoice") -> list[str]:
     """How the learned scores were fitted, and how they do on texts held out, head by head."""
+    import numpy as np
+
     from velox_cache.calibration.score_choice import TARGETS
 
     blend = " and ".join(f"{weight:g} {name}" for weight, name in zip(choice.blend, TARGETS, strict=True) if weight)
     found = {
-        index: layer.score_correlation.tolist()
+        index: [float(value) for value in np.array(layer.score_correlation)]
         for index, layer in enumerate(calibration.statistics)
         if layer is not None and layer.score_correlation is not None
     }

@@ -8,7 +8,6 @@ from velox_cache import calibrate
 from velox_cache.calibration import reading_again
 from velox_cache.calibration.reading_again import REQUEST, request_tokens, texts_to_read_again
 from velox_cache.calibration.row_worth import row_worth
-from velox_cache.calibration.score_choice import ScoreChoice
 from velox_cache.calibration.score_fit import fit_scores
 from velox_cache.calibration.score_sums import no_score_sums, with_text
 from velox_cache.introspection.observed_prefill import observed_prefill
@@ -44,7 +43,7 @@ def test_a_calibration_holds_the_fit_to_what_rows_were_worth(tiny_model, tokeniz
         for call in calls:
             worth = row_worth(call, len(text.tokens))
             sums[call.layer] = with_text(sums[call.layer], worth, held_out=text.held_out)
-    choice, wanted = fit_scores(dict(enumerate(sums)))
+    choice, wanted = fit_scores(dict(enumerate(sums)), (1, 1))
     assert found.scores == choice
     for layer, arrays in wanted.items():
         assert list(arrays) == list(SCORES)
@@ -62,7 +61,15 @@ def test_every_layer_with_a_filter_has_a_score(tiny_model, tokenizer, model_type
 
 
 def test_without_a_second_reading_there_are_no_scores(tiny_model, tokenizer):
-    found = calibrate(tiny_model(), tokenizer, [TEXT], progress=False, learned_scores=False)
+    found = calibrate(tiny_model(), tokenizer, [TEXT], progress=False, learned_target=None)
     assert found.scores is None
     assert found.statistics[0].score_keys is None
-    assert ScoreChoice("keys", 1.0, [1, 0]).blend == (1, 0)
+
+
+def test_the_target_is_what_was_asked_for(tiny_model, tokenizer):
+    for target, blend in (("natural", (1, 0)), ("repeated", (0, 1)), ("both", (1, 1))):
+        assert calibrate(tiny_model(), tokenizer, [TEXT], progress=False, learned_target=target).scores.blend == blend
+    with pytest.raises(
+        ValueError, match="learned_target must be one of None, 'natural', 'repeated', 'both', got 'all'"
+    ):
+        calibrate(tiny_model(), tokenizer, [TEXT], progress=False, learned_target="all")

@@ -201,9 +201,17 @@ def test_calibrate_then_inspect(tiny_model, tokenizer, tmp_path, monkeypatch, ca
     assert main(words) == 0
     assert main(["inspect", str(filters)]) == 0
     described = capsys.readouterr().out
-    for fact in ("owner/tiny", "300 tokens", "text.txt", "2 of 2 layers", "2 heads of dimension 8", "post-rope", "layer 1 "):
+    for fact in (
+        "owner/tiny",
+        "300 tokens",
+        "text.txt",
+        "2 of 2 layers",
+        "2 heads of dimension 8",
+        "post-rope",
+        "layer 1 ",
+    ):
         assert described.count(fact) == 2
-    assert main([*words, "--no-learned-scores"]) == 0
+    assert main([*words, "--learned-target", "none"]) == 0
     assert "layer 1 " not in capsys.readouterr().out
 
 
