@@ -54,6 +54,11 @@ class Method:
                 "Eviction as it is, give it to install or EvictingKVCache"
             )
         checks.one_of("rope", self.rope, ROPES)
+        if self.recent_share is not None and not (self.recent and 0 <= self.recent_share < 1):
+            raise ValueError(
+                f"recent_share is a share of the budget, from 0 to below 1, for a method that takes recent; got "
+                f"{self.recent_share!r} with recent={self.recent}"
+            )
         flags = {"recent": self.recent, "rollback": self.rollback, "rope": self.rope is not None}
         fused = ("terms", "combine") if self.fuses else ()
         told = ("budget", *self.calibrated, *self.place, *fused, *(name for name, has in flags.items() if has))

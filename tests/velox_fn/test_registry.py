@@ -139,3 +139,12 @@ def _with_shared(batch, n_kv_heads, head_dim, value_dim=None, dtype=mx.float32):
 def test_states_that_a_cache_cannot_hold_are_refused_with_words(init, message):
     with pytest.raises(ValueError, match=message):
         _ = dataclasses.replace(of_values(), init=init).states_fit
+
+
+@pytest.mark.parametrize("facts", [{"recent_share": 1.0, "recent": True}, {"recent_share": 0.5}])
+def test_a_share_of_recent_rows_that_cannot_be_is_refused(facts):
+    def with_recent(*, budget=512, recent=0):
+        return static_eviction("with_recent", by_value, budget=budget, recent=recent)
+
+    with pytest.raises(ValueError, match="recent_share is a share of the budget"):
+        Method(name="with_recent", factory=with_recent, **facts)
