@@ -14,7 +14,7 @@ from velox_cache.caches.sequences import Sequences, extracted, merged, selected
 from velox_cache.caches.state import pack_state, same_method, unpack_state
 from velox_cache.caches.trimming import Past, has_evicted, interval_of, rollback_of
 from velox_fn.engine import checks
-from velox_fn.engine.eviction import Eviction, check_state
+from velox_fn.engine.eviction import Eviction, State, check_state
 from velox_fn.engine.interval import interval_parts
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
@@ -340,12 +340,21 @@ class EvictingKVCache:
 
     # Accounting
 
+    def __repr__(self) -> str:
+        """Method, rows, tokens seen by each sequence, bytes. Nothing waits for the device."""
+        budget = self._method.settings.get("budget")
+        tokens = " + ".join(map(str, self._rows.offsets)) or "0"
+        return (
+            f"<{type(self).__name__}: {self._method.name}, budget {budget}, {self.size()} rows of {tokens} tokens, "
+            f"{self.nbytes:,} bytes>"
+        )
+
     @property
     def method(self) -> Eviction:
         return self._method
 
     @property
-    def record(self) -> Any | None:
+    def record(self) -> State | None:
         """The method's own state, for `velox_fn.kv` and `velox_fn.kept_positions`; None before the first token."""
         return self._rows.record
 

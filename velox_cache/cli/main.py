@@ -24,7 +24,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "demo": "start here: fetch a small model, calibrate it, compare caches side by side",
         "generate": "generate text inside a bounded cache",
         "serve": "run mlx_lm's OpenAI-compatible server with bounded caches",
-        "calibrate": "make the Q-Filters of a model, from any text",
+        "calibrate": "calibrate a model on any text: directions and statistics for each KV head",
         "inspect": "say what is in a calibration",
         "inspect-model": "say, layer by layer, what an evicting cache would do with a model",
         "compare": "measure eviction methods on a model: perplexity, tasks, attention, what is kept",

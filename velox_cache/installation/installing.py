@@ -28,10 +28,15 @@ from velox_fn.method import PLACES, Method
 
 @dataclass(frozen=True)
 class InstallReport:
-    """What `install` did, layer by layer."""
+    """What `install` did, layer by layer. `str` of it says so in words.
+
+    method: the method's name. settings: the arguments that its factory got, by name, such as settings["budget"]; a
+    list, one entry per bounded layer, where layers differ. layers: one `LayerPlan` per entry of the prompt cache, with
+    whether it is bounded, and why not.
+    """
 
     method: str
-    settings: Mapping[str, Any]  # a list, one entry per bounded layer, where layers differ
+    settings: Mapping[str, Any]
     layers: tuple[LayerPlan, ...]
 
     def __str__(self) -> str:

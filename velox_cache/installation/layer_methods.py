@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 import mlx.nn as nn
 
 from velox_cache.calibration.artifact import Calibration
-from velox_cache.calibration.fusion_weights import recent_share
+from velox_cache.calibration.default_recent import recent_share, with_default_recent
 from velox_cache.installation.layer_arguments import check_heads_together, layer_arguments
 from velox_cache.installation.layer_budgets import (
     Budgets,
@@ -16,7 +16,6 @@ from velox_cache.installation.own_part import part_of_budgets, part_of_calibrati
 from velox_cache.introspection.plan import LayerPlan, check_filter_layout
 from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import ModelShard
-from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.method import Method
 from velox_fn.registry import find_method
@@ -46,7 +45,7 @@ def by_layer(
             arguments["budget"] = budget
         arguments |= layer_arguments(method, arguments, model, layer, calibration, shard, ropes)
         try:
-            methods[layer] = method.make(**_with_default_recent(method, arguments, share))
+            methods[layer] = method.make(**with_default_recent(method, arguments, share))
         except ValueError as error:
             if own_budgets is None:  # what is wrong is wrong in every layer
                 raise
@@ -58,6 +57,7 @@ def by_layer(
 def of_every_layer(
     method: Eviction, model: nn.Module, plan: Sequence[LayerPlan], shard: ModelShard
 ) -> dict[int, Eviction]:
+    """The same method for each bounded layer. ValueError when it cannot work on the model's heads or keys."""
     known = find_method(method.name)
     if known is not None:
         check_heads_together(known, shard)
@@ -68,16 +68,5 @@ def of_every_layer(
 
 
 def has_own_budgets(budget: int | Budgets | None) -> TypeGuard[Budgets]:
+    """Whether each layer has a budget of its own."""
     return callable(budget) or (isinstance(budget, Sequence) and not isinstance(budget, str))
-
-
-def _with_default_recent(method: Method, settings: Mapping[str, Any], share: float) -> Mapping[str, Any]:
-    if not method.recent or "recent" in settings:
-        return settings
-    asked = {"n_sink": 0, **method.defaults, **settings}
-    try:
-        budget = checks.whole_number("budget", asked["budget"], 1)
-        n_sink = checks.whole_number("n_sink", asked["n_sink"], 0)
-    except ValueError:
-        return settings  # the factory says what is wrong
-    return {**settings, "recent": max(0, min(int(share * budget), budget - n_sink - 1))}

@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.default_recent import RECENT_SHARE
 from velox_cache.calibration.fusion_choice import FusionChoice
-from velox_cache.calibration.fusion_weights import RECENT_SHARE, with_weights
+from velox_cache.calibration.fusion_weights import with_weights
 
 LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 """The weights that a term may have."""

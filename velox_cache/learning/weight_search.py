@@ -22,8 +22,9 @@ import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import Tokenizer
+from velox_cache.calibration.default_recent import RECENT_SHARE
 from velox_cache.calibration.fusion_choice import FusionChoice
-from velox_cache.calibration.fusion_weights import RECENT_SHARE, without_weights
+from velox_cache.calibration.fusion_weights import without_weights
 from velox_cache.file_checks import check_folder_of
 from velox_cache.harness.arms import Arm, cache_maker
 from velox_cache.harness.fidelity import token_fidelity

@@ -51,13 +51,44 @@ def learned(
     use_metal_kernels: bool | None = None,
     interval: int = 1,
 ) -> Eviction:
-    """The learned score. `install` brings the arrays from a calibration.
+    """A fitted score of key, value and age. `install` brings the arrays from a calibration.
 
-    score_keys, score_key_squares: float32 [H, D]. score_values, score_value_squares: float32 [H, D_v]. score_age:
-    float32 [H], what a row gains per budget of positions that it is younger; not negative.
+    Source: this project's own, no paper (docs/learned.md). Common arguments: see `METHODS`.
 
-    Raises ValueError on counts that cannot work, and arrays that are not finite, do not fit each other, or would score
-    every row of a head alike. Arrays that are missing are an error when a state begins.
+    Args:
+        budget: most rows kept for each KV head, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        recent: trailing tokens that always stay.
+        score_keys: float32 [H,D], the weights of k.
+        score_key_squares: float32 [H,D], the weights of k^2.
+        score_values: float32 [H,D_v], the weights of v.
+        score_value_squares: float32 [H,D_v], the weights of v^2.
+        score_age: float32 [H], what a row gains per budget of positions that it is younger. Not negative.
+        rollback: tokens that can be taken back after evictions.
+        use_metal_kernels: for the score. True or False; None uses them where they run.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Returns:
+        A static `Eviction`. Without the arrays its `init` raises ValueError.
+
+    Raises:
+        ValueError: a count cannot work; an array is not finite or does not fit the others; the arrays would score every
+            row of a head alike.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from velox_fn import learned
+        >>> keys, values = mx.ones((2, 64)), mx.zeros((2, 64))
+        >>> method = learned(
+        ...     budget=256,
+        ...     score_keys=keys,
+        ...     score_key_squares=0 * keys,
+        ...     score_values=values,
+        ...     score_value_squares=values,
+        ...     score_age=mx.ones((2,)),
+        ... )
+        >>> method.static
+        True
     """
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
     given = dict(
