@@ -87,7 +87,7 @@ def age_slopes(sums: ScoreSums) -> Floats:
 
 
 def _half(sums: ScoreSums, half: int) -> Moments:
-    gram, cross, squares = (np.array(whole[:, half]) for whole in (sums.gram, sums.cross, sums.squares))
+    gram, cross, squares = (np.array(whole)[:, half] for whole in (sums.gram, sums.cross, sums.squares))
     return gram, cross, squares
 
 
