@@ -113,8 +113,8 @@ def learned(
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError(
-            f"learned needs {', '.join(missing)}, which come from a calibration: run `velox calibrate`, and give what "
-            "it makes as filters= to install, or --filters"
+            f"learned needs {', '.join(missing)}, which come from a calibration: run `velox "
+            "calibrate`, and give what it makes as calibration= to install, or --calibration"
         )
 
     return dataclasses.replace(at_intervals(plain, interval), init=refuse, params=params)

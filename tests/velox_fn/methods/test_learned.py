@@ -112,5 +112,5 @@ def test_arrays_of_other_heads_or_widths_are_refused_when_a_state_begins():
 
 
 def test_without_a_calibration_a_state_cannot_begin():
-    with pytest.raises(ValueError, match=r"learned needs score_keys, .*velox calibrate"):
+    with pytest.raises(ValueError, match=r"learned needs score_keys, .*velox calibrate.*--calibration"):
         learned(budget=10).init(1, 2, 8, 6)
