@@ -46,6 +46,8 @@ class Calibration:
     terms: tuple[str, ...] = ()  # the static scores whose moments the statistics hold, column by column
     fusion: FusionChoice | None = None  # of what the statistics hold weights; None: of nothing
     scores: ScoreChoice | None = None  # how the learned scores that they hold were fitted; None: they hold none
+    weights: str | None = None  # digest of the model's weights (weights_digest); None: not known
+    predicts: float | None = None  # how well the filters foretell attention (predicts_attention); None: not measured
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "filters", tuple(self.filters))
@@ -109,6 +111,8 @@ def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> 
         "terms": calibration.terms,
         "fusion": None if calibration.fusion is None else asdict(calibration.fusion),
         "scores": None if calibration.scores is None else asdict(calibration.scores),
+        "weights": calibration.weights,
+        "predicts": calibration.predicts,
         "has_filter": [layer is not None for layer in calibration.filters],
         "has_statistics": [layer is not None for layer in calibration.statistics],
     }

@@ -3,7 +3,6 @@
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -12,8 +11,6 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.reading_again import request_tokens, sums_of_texts, texts_to_read_again
@@ -24,6 +21,9 @@ from velox_cache.distributed.collectives import Group, all_gather_texts, broadca
 from velox_cache.introspection.observed_prefill import LayerQueries, cache_layout, observed_prefill
 from velox_cache.introspection.query_tap import model_type
 from velox_cache.introspection.shard import model_shard
+from velox_cache.introspection.weights_digest import weights_digest
+from velox_cache.progress import told_progress
+from velox_cache.slow_blas import slow_blas_advice
 from velox_fn.engine.checks import one_of, whole_number
 from velox_fn.engine.scorers import SCORERS
 
@@ -63,8 +63,8 @@ def calibrate(
     paper (arXiv:2503.02812, section 4.2) samples 3,000 per head.
 
     A layer gets a filter when its attention reads a plain KVCache, also inside a CacheList; the others get None. It
-    works whether or not evicting caches are installed on the model. `progress` shows a bar on stderr;
-    `advance` is called with the tokens done.
+    works whether or not evicting caches are installed on the model. `progress` tells every few seconds on stderr how
+    far it is, and warns beforehand where a faster BLAS would help; `advance` is called with the tokens done.
 
     group: ranks that each hold the whole model, call this with the same arguments and share out the sequences; some may
     get none. Ranks that hold a model together (`model.shard`, `model.model.pipeline`) need no group: each runs every
@@ -97,11 +97,14 @@ def calibrate(
     again = [] if learned_target is None else texts_to_read_again(sequences)
     own = sequences if apart is None else own_share(sequences, apart, cost=len)
     own_again = again if apart is None else own_share(again, apart)
+    shown = progress and (everyone is None or everyone.rank() == 0)
+    if shown and (advice := slow_blas_advice()) is not None:
+        warnings.warn(advice, stacklevel=2)
     with failing_together(apart):
-        shown = progress and (everyone is None or everyone.rank() == 0)
         sums = _layer_sums(model, own, prefill_step_size, shown, advance)
-        with _bar("reading again", len(own_again), "texts", shown) as read:
-            sums = sums_of_texts(sums, model, own_again, request_tokens(tokenizer.encode), read)
+        with told_progress(len(own_again), shown=shown) as told:
+            told_text = partial(told, "reading again")
+            sums = sums_of_texts(sums, model, own_again, request_tokens(tokenizer.encode), told_text)
     if everyone is not None:
         sums, layout = whole_model_sums(sums, layout, model, shard, everyone)
     filters = [_layer_filter(i, sums[i]) if i in sums else None for i in range(len(layout))]
@@ -125,6 +128,7 @@ def calibrate(
         layer_layout=layout,
         terms=tuple(SCORERS),
         scores=choice,
+        weights=weights_digest(model),
     )
 
 
@@ -223,7 +227,8 @@ def _observed_blocks(
     model: nn.Module, sequences: Sequence[Sequence[int]], prefill_step_size: int, progress: bool
 ) -> Iterator[list[LayerQueries]]:
     step = whole_number("prefill_step_size", prefill_step_size, 1)
-    with _bar("calibrating", sum(map(len, sequences)), "tokens", progress) as advance:
+    with told_progress(sum(map(len, sequences)), shown=progress) as told:
+        told("calibrating", 0)
         for tokens in sequences:
             for block in observed_prefill(model, tokens, step):
                 if not block:
@@ -233,24 +238,7 @@ def _observed_blocks(
                         "that needs no calibration"
                     )
                 yield block
-                advance(block[0].queries.shape[2])
-
-
-@contextmanager
-def _bar(doing: str, total: int, of: str, shown: bool) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr, and what moves it on by so many."""
-    bar = Progress(
-        TextColumn(doing),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(of),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not shown,
-    )
-    with bar:
-        yield partial(bar.advance, bar.add_task("", total=total))
+                told("calibrating", block[0].queries.shape[2])
 
 
 def _layer_sums(

@@ -1,9 +1,9 @@
 """Compare eviction methods on a model of your own: perplexity, fidelity, tasks, attention, and what each keeps.
 
-The full cache runs first; on tasks that it cannot do itself, the methods do not run. Results land in the output folder
-cell by cell. An interrupted run goes on where it stopped, and a later one with more
-methods, budgets, texts or tasks measures only what is new. Beside the cells, the folder gets results.json, results.csv,
-results.md and figures. Under mlx.launch the ranks, each with the whole model, share the measurements out.
+The full cache runs first. On tasks that it cannot do itself, the methods do not run. Each number is stored in the
+output folder as soon as it is measured. So an interrupted run goes on where it stopped, and a later one with more
+methods, budgets, texts or tasks measures only what is new. The folder also gets results.json, results.csv, results.md
+and figures. Under mlx.launch the ranks, each with the whole model, share the measurements out.
 """
 
 import argparse
