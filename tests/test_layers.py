@@ -15,6 +15,7 @@ KERNELS = sorted((ROOT / "metal_src").glob("*.py"))
 MAY_WAIT = {
     "checks.py": {"finite_matrix", "not_zero"},
     "fusion.py": {"_checked_arrays"},
+    "learned.py": {"_checked_arrays"},
     "query_gram.py": {"_check_not_empty", "query_gram_filters", "average_gqa_filters"},
 }
 WAITS = {"item", "tolist", "eval", "async_eval", "synchronize"}

@@ -32,6 +32,7 @@ from velox_fn.methods.fusion import fusion
 from velox_fn.methods.h2o import h2o
 from velox_fn.methods.keydiff import keydiff
 from velox_fn.methods.l2norm import l2norm
+from velox_fn.methods.learned import learned
 from velox_fn.methods.qfilters import QFiltersState, qfilters, qfilters_init, qfilters_update
 from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
@@ -83,6 +84,7 @@ __all__ = [
     "keydiff",
     "kv",
     "l2norm",
+    "learned",
     "leverage_scores",
     "observe_rows",
     "pinned_state",

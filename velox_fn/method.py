@@ -34,7 +34,7 @@ class Method:
     factory: Callable[..., Eviction]
     calibrated: tuple[str, ...] = ()
     """The arguments that come from a calibration, arrays [H,...] of one layer: among filters, mean_keys, query_mean,
-    query_cov, weights, means, deviations."""
+    query_cov, weights, means, deviations, and those of `methods.learned.LEARNED`."""
     needs_calibration: bool = False
     """It can do nothing without them."""
     guesses: bool = False
@@ -43,6 +43,8 @@ class Method:
     """Its settings `terms` and `combine` say which columns of means, deviations and weights it takes, as in fusion."""
     recent: bool = False
     """It has the setting `recent`, which `install` may set where the user does not."""
+    recent_share: float | None = None
+    """The share of the budget that `install` sets `recent` to; None, that of most methods."""
     rollback: bool = False
     """It has the setting `rollback`: a row is scored once, so that tokens can be taken back after evictions."""
     place: tuple[str, ...] = ()
@@ -62,6 +64,11 @@ class Method:
                 "Eviction as it is, give it to install or EvictingKVCache"
             )
         checks.one_of("rope", self.rope, ROPES)
+        if self.recent_share is not None and not (self.recent and 0 <= self.recent_share < 1):
+            raise ValueError(
+                f"recent_share is a share of the budget, from 0 to below 1, for a method that takes recent; got "
+                f"{self.recent_share!r} with recent={self.recent}"
+            )
         flags = {"recent": self.recent, "rollback": self.rollback, "rope": self.rope is not None}
         fused = ("terms", "combine") if self.fuses else ()
         told = ("budget", *self.calibrated, *self.place, *fused, *(name for name, has in flags.items() if has))

@@ -20,6 +20,7 @@ from velox_fn.methods.fusion import PER_TERM, fusion
 from velox_fn.methods.h2o import h2o
 from velox_fn.methods.keydiff import keydiff
 from velox_fn.methods.l2norm import l2norm
+from velox_fn.methods.learned import LEARNED, RECENT_SHARE, learned
 from velox_fn.methods.qfilters import qfilters
 from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
@@ -35,6 +36,15 @@ _ENTRIES = (
         needs_calibration=True,
         fuses=True,
         recent=True,
+        rollback=True,
+    ),
+    Method(
+        name="learned",
+        factory=learned,
+        calibrated=LEARNED,
+        needs_calibration=True,
+        recent=True,
+        recent_share=RECENT_SHARE,
         rollback=True,
     ),
     Method(name="curdkv", factory=curdkv, recent=True, reads_values=True),

@@ -26,6 +26,14 @@ _MOMENTS = {
     "deviations": mx.array([[2.5, 0.9, 4.0], [3.0, 0.7, 3.5]]),
 }
 _OF_TWO = {name: array[:, :2] for name, array in _MOMENTS.items()}
+_OF_KEYS, _OF_VALUES = (mx.array(_rng.standard_normal((2, H, width)).astype(np.float32)) for width in (D, D_V))
+_LEARNED = {
+    "score_keys": _OF_KEYS[0],
+    "score_key_squares": 0.3 * _OF_KEYS[1],
+    "score_values": _OF_VALUES[0],
+    "score_value_squares": 0.3 * _OF_VALUES[1],
+    "score_age": mx.linspace(0, 1.5, H),
+}
 _COVARIANCES = mx.broadcast_to(mx.eye(D), (H, D, D))
 
 ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
@@ -53,6 +61,15 @@ ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
         ("rollback", {"filters": _FILTERS, "mean_keys": -_FILTERS, **_MOMENTS, "recent": 3, "rollback": 4}),
         ("of norms", {**_OF_TWO, "terms": "key_norm+norm_product", "combine": "max"}),
         ("of values", {**_OF_TWO, "terms": "value_norm+recency"}),
+    ),
+    "learned": (
+        ("", _LEARNED),
+        ("recent", {**_LEARNED, "recent": 5}),
+        ("rollback", {**_LEARNED, "recent": 3, "rollback": 4}),
+        (
+            "of keys and age",
+            {**_LEARNED, **dict.fromkeys(("score_values", "score_value_squares"), 0 * _OF_VALUES[0])},
+        ),
     ),
     "h2o": (("", {"grace": 4}), ("renumbered", {"grace": 4, "renumber": True, "rope": _ROPE})),
     "streaming_llm": (("", {}), ("renumbered", {"renumber": True, "rope": _ROPE})),

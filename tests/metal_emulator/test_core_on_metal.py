@@ -11,7 +11,7 @@ import pytest
 
 from metal_src import Cut, evict_apply, qfilters_score
 from velox_cache.doctor.kernel_parity import compare_kernels
-from velox_fn import fused_evict, fusion, kept_positions, kv, qfilters
+from velox_fn import fused_evict, fusion, kept_positions, kv, learned, qfilters
 
 from .capture import capture
 from .emulate import bits, emulate
@@ -142,6 +142,29 @@ def test_fusion_keeps_the_same_rows_on_both_backends(terms: str, combine: str) -
             state, _ = method.update(state, keys[:, :, start:stop], values[:, :, start:stop])
         kept.append((*kv(state), kept_positions(state)))
     assert_same_bits(*kept)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_learned_keeps_the_same_rows_on_both_backends(dtype: mx.Dtype) -> None:
+    rng = np.random.default_rng(3)
+    keys, values = whole_numbers(rng, 2, 3, 90, 16).astype(dtype), whole_numbers(rng, 2, 3, 90, 8).astype(dtype)
+    keys = mx.where(mx.arange(90)[:, None] == 60, mx.array(mx.inf, dtype), keys)
+    given = {
+        "score_keys": whole_numbers(rng, 3, 16),
+        "score_key_squares": 2.0 ** whole_numbers(rng, 3, 16),  # exact, and so are quotients by them
+        "score_values": whole_numbers(rng, 3, 8),
+        "score_value_squares": -(2.0 ** whole_numbers(rng, 3, 8)),
+        "score_age": mx.array([0.0, 24, 48]),
+    }
+    kept = []
+    for use_metal_kernels in (True, False):
+        method = learned(budget=24, n_sink=2, recent=5, use_metal_kernels=use_metal_kernels, **given)
+        state = method.init(2, 3, 16, 8, dtype)
+        for start, stop in ((0, 50), (50, 57), (57, 90)):
+            state, _ = method.update(state, keys[:, :, start:stop], values[:, :, start:stop])
+        kept.append((*kv(state), kept_positions(state)))
+    assert_same_bits(*kept)
+    assert not (kept[0][2] == 60).any().item()
 
 
 def test_the_doctor_finds_the_kernels_right() -> None:

@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.score_choice import FEATURES, ScoreChoice
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_fn import SCORERS
 from velox_fn.methods.fusion import TERMS, term_names
@@ -25,10 +26,17 @@ def random_calibration(n_layers=2, n_heads=2, head_dim=8):
                 query_cov=mx.broadcast_to(mx.eye(head_dim), (n_heads, head_dim, head_dim)),
                 term_means=normal(layer, 3, n_terms),
                 term_deviations=1 + mx.abs(normal(layer, 4, n_terms)),
+                score_keys=normal(layer, 5, head_dim),
+                score_key_squares=normal(layer, 6, head_dim),
+                score_values=normal(layer, 7, head_dim),
+                score_value_squares=normal(layer, 8, head_dim),
+                score_age=mx.abs(normal(layer, 9)),
+                score_correlation=mx.ones((n_heads,)),
             )
             for layer in range(n_layers)
         ],
         terms=tuple(SCORERS),
+        scores=ScoreChoice(FEATURES[-1], 0.1, (1.0, 1.0)),
     )
 
 
@@ -44,9 +52,10 @@ def needed_arrays(method, n_heads=2, head_dim=8):
     calibration = random_calibration(1, n_heads, head_dim)
     [statistics] = calibration.statistics
     columns = mx.array([calibration.terms.index(term) for term in term_names(TERMS)])
-    return {
+    known = {
         "filters": calibration.filters[0],
-        "mean_keys": statistics.mean_keys,
+        **statistics.arrays(),
         "means": statistics.term_means[:, columns],
         "deviations": statistics.term_deviations[:, columns],
     }
+    return {name: known[name] for name in method_named(method).calibrated if name in known}

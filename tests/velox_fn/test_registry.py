@@ -11,6 +11,7 @@ import pytest
 
 import velox_fn
 from velox_fn import METHODS, SCORERS, Method, all_methods, register, static_eviction, unregister
+from velox_fn.methods.learned import LEARNED
 from velox_fn.registry import BUILT_IN, method_named
 
 
@@ -34,7 +35,7 @@ def test_the_facts_of_a_built_in_method_are_all_that_its_arguments_offer(name):
     assert ("recent" in taken, "rollback" in taken) == (method.recent, method.rollback)
     assert [place for place in ("layer", "first_head") if place in taken] == list(method.place)
     assert ("rope" in taken) == (method.rope is not None)
-    arrays = {"filters", "mean_keys", "query_mean", "query_cov", "weights", "means", "deviations"}
+    arrays = {"filters", "mean_keys", "query_mean", "query_cov", "weights", "means", "deviations", *LEARNED}
     assert set(method.calibrated) == arrays & set(taken)
 
 
@@ -143,6 +144,15 @@ def test_states_that_a_cache_cannot_hold_are_refused_with_words(init, message):
         _ = dataclasses.replace(of_values(), init=init).states_fit
 
 
+@pytest.mark.parametrize("facts", [{"recent_share": 1.0, "recent": True}, {"recent_share": 0.5}])
+def test_a_share_of_recent_rows_that_cannot_be_is_refused(facts):
+    def with_recent(*, budget=512, recent=0):
+        return static_eviction("with_recent", by_value, budget=budget, recent=recent)
+
+    with pytest.raises(ValueError, match="recent_share is a share of the budget"):
+        Method(name="with_recent", factory=with_recent, **facts)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_help_on_a_factory_names_source_shapes_and_errors(name: str) -> None:
     said = inspect.getdoc(METHODS[name]) or ""
@@ -153,7 +163,7 @@ def test_help_on_a_factory_names_source_shapes_and_errors(name: str) -> None:
     assert "Args:" in said
     assert "Raises:" in said
     for argument in all_methods()[name].calibrated:
-        assert f"{argument}: float32 [H," in said
+        assert re.search(rf"{argument}: float32 \[H[],]", said)
 
 
 @pytest.mark.parametrize(("table", "said"), [(METHODS, "budget: most rows"), (SCORERS, "float32 [B,H,S]")])

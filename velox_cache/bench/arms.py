@@ -15,6 +15,7 @@ from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.known_methods import known_methods, method_named
 from velox_fn import Eviction
 from velox_fn.methods.fusion import TERMS, term_names
+from velox_fn.methods.learned import OF_ROWS
 
 N_SINK = 4
 _TOKENS = 64  # that decode steps take in turn
@@ -58,6 +59,7 @@ def method(name: str, shape: Shape, budget: int, **settings: Any) -> Eviction:
     filters = mx.random.normal((n_heads, head_dim), key=mx.random.key(1))
     moments = mx.ones((n_heads, len(term_names(TERMS))))
     calibrated = {"filters": filters, "mean_keys": filters, "means": moments, "deviations": moments}
+    calibrated |= {**dict.fromkeys(OF_ROWS, filters), "score_age": mx.ones((n_heads,))}
     known = method_named(name)
     taken = {key: value for key, value in calibrated.items() if key in known.calibrated}
     return known.make(budget=budget, **taken, **settings)

@@ -14,11 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 from velox_cache.calibration.fusion_choice import FusionChoice
+from velox_cache.calibration.score_choice import ScoreChoice
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_cache.file_checks import check_folder_of, check_readable
 from velox_fn.engine.checks import not_zero
 
-FORMAT_VERSION = 3  # 1: filters only; 2: no moments of static scores
+FORMAT_VERSION = 4  # 1: filters only; 2: no moments of static scores; 3: no learned scores
 POST_ROPE = "post-rope"
 HIGHER_IS_KEPT = "higher projection = keep"
 _MOST_DEFLATED = 1032  # bytes that one compressed byte can stand for
@@ -44,6 +45,7 @@ class Calibration:
     statistics: Sequence[LayerStatistics | None] = ()  # per layer, for other methods; (): an artifact of filters only
     terms: tuple[str, ...] = ()  # the static scores whose moments the statistics hold, column by column
     fusion: FusionChoice | None = None  # of what the statistics hold weights; None: of nothing
+    scores: ScoreChoice | None = None  # how the learned scores that they hold were fitted; None: they hold none
     weights: str | None = None  # digest of the model's weights (weights_digest); None: not known
     predicts: float | None = None  # how well the filters foretell attention (predicts_attention); None: not measured
 
@@ -70,6 +72,10 @@ class Calibration:
         for index, statistics in enumerate(self.statistics):
             if statistics is not None and (statistics.fusion_weights is None) != (self.fusion is None):
                 raise ValueError(f"layer {index} must have fusion_weights where there is a fusion, and only there")
+            if statistics is not None and (statistics.score_keys is None) != (self.scores is None):
+                raise ValueError(
+                    f"layer {index} must have learned scores where there is a choice of them, and only there"
+                )
             means = None if statistics is None else statistics.term_means
             n_terms = 0 if means is None else means.shape[1]
             if statistics is not None and n_terms != len(self.terms):
@@ -104,6 +110,7 @@ def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> 
         "layer_layout": calibration.layer_layout,
         "terms": calibration.terms,
         "fusion": None if calibration.fusion is None else asdict(calibration.fusion),
+        "scores": None if calibration.scores is None else asdict(calibration.scores),
         "weights": calibration.weights,
         "predicts": calibration.predicts,
         "has_filter": [layer is not None for layer in calibration.filters],
@@ -147,7 +154,10 @@ def load_calibration(path: str | os.PathLike[str], expect_model_id: str | None =
         filters = [_stored("filter", i, content) if has else None for i, has in enumerate(has_filter)]
         if header.get("fusion") is not None:
             header["fusion"] = FusionChoice(**header["fusion"])
-        absent = [part for part, key in (("term_", "terms"), ("fusion_", "fusion")) if not header.get(key)]
+        if header.get("scores") is not None:
+            header["scores"] = ScoreChoice(**header["scores"])
+        kept_with = (("term_", "terms"), ("fusion_", "fusion"), ("score_", "scores"))
+        absent = [part for part, key in kept_with if not header.get(key)]
         names = [field.name for field in fields(LayerStatistics) if not field.name.startswith(tuple(absent))]
         statistics = [_stored_statistics(i, names, content) if has else None for i, has in enumerate(has_statistics)]
         calibration = Calibration(filters, **header, statistics=statistics, format_version=version)

@@ -1,7 +1,9 @@
 """Calibrate Q-Filters: run text through a model, gather its queries, keep one direction per KV head."""
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -11,17 +13,22 @@ import mlx.nn as nn
 import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.reading_again import request_tokens, sums_of_texts, texts_to_read_again
+from velox_cache.calibration.score_choice import BLENDS, ScoreChoice
+from velox_cache.calibration.score_fit import fit_scores
 from velox_cache.calibration.sums import LayerSums, whole_model_sums, with_block
-from velox_cache.distributed.collectives import Group, broadcast, failing_together, own_share
+from velox_cache.distributed.collectives import Group, all_gather_texts, broadcast, failing_together, own_share
 from velox_cache.introspection.observed_prefill import LayerQueries, cache_layout, observed_prefill
 from velox_cache.introspection.query_tap import model_type
 from velox_cache.introspection.shard import model_shard
 from velox_cache.introspection.weights_digest import weights_digest
 from velox_cache.progress import told_progress
 from velox_cache.slow_blas import slow_blas_advice
-from velox_fn.engine.checks import whole_number
+from velox_fn.engine.checks import one_of, whole_number
 from velox_fn.engine.scorers import SCORERS
 
+LEARNED_TARGET = "both"
+"""What the learned score is fitted to unless told otherwise."""
 LEAST_TOKENS = 64  # fewer say little about a direction in a space of about as many dimensions
 LEAST_DIFFERENT = 4  # fewer are one token repeated, between those that a tokenizer may put before and after a text
 
@@ -45,6 +52,7 @@ def calibrate(
     progress: bool = True,
     advance: Callable[[int], object] = lambda n_tokens: None,
     group: Group | None = None,
+    learned_target: str | None = LEARNED_TARGET,
 ) -> Calibration:
     """Filters of `model`, from the queries it makes of `texts`, and the statistics that other methods score by.
 
@@ -62,10 +70,15 @@ def calibrate(
     get none. Ranks that hold a model together (`model.shard`, `model.model.pipeline`) need no group: each runs every
     sequence through its part. Both ways every rank gets the whole model's calibration, the same to the last bit.
 
-    Raises ValueError when the texts have fewer than 64 tokens, or fewer than 4 different ones, when the model computes
-    attention by hand or from no plain KV cache, or when its queries are not finite; RuntimeError when another rank
-    fails or ends.
+    learned_target: what the method learned is fitted to: "natural" attention, "repeated" attention, "both", or None for
+    no fit. Up to 16 pieces of 400 tokens are read for it, each twice in a row with a request to repeat it in between,
+    and (2 (D + D_v))^2 numbers per head held, twice.
+
+    Raises ValueError when the texts have fewer than 64 tokens, or fewer than 4 different ones, when the target is
+    unknown, when the model computes attention by hand or from no plain KV cache, or when its queries are not finite;
+    RuntimeError when another rank fails or ends.
     """
+    one_of("learned_target", learned_target, (None, *BLENDS))
     sequences = _sequences(tokenizer, texts, max_tokens, sequence_length)
     n_tokens = sum(map(len, sequences))
     if n_tokens < LEAST_TOKENS:
@@ -81,18 +94,28 @@ def calibrate(
     layout, shard = cache_layout(model), model_shard(model)
     apart = group if shard.group is None else None  # ranks with nothing in common until they add up what they saw
     everyone = shard.group or group
+    again = [] if learned_target is None else texts_to_read_again(sequences)
     own = sequences if apart is None else own_share(sequences, apart, cost=len)
+    own_again = again if apart is None else own_share(again, apart)
     shown = progress and (everyone is None or everyone.rank() == 0)
     if shown and (advice := slow_blas_advice()) is not None:
         warnings.warn(advice, stacklevel=2)
     with failing_together(apart):
         sums = _layer_sums(model, own, prefill_step_size, shown, advance)
+        with told_progress(len(own_again), shown=shown) as told:
+            told_text = partial(told, "reading again")
+            sums = sums_of_texts(sums, model, own_again, request_tokens(tokenizer.encode), told_text)
     if everyone is not None:
         sums, layout = whole_model_sums(sums, layout, model, shard, everyone)
     filters = [_layer_filter(i, sums[i]) if i in sums else None for i in range(len(layout))]
     statistics = [None if layer is None else sums[i].statistics(layer) for i, layer in enumerate(filters)]
+    scores = {i: layer.scores for i, layer in sums.items() if layer.scores is not None}
+    choice, fits = (None, {}) if learned_target is None else fit_scores(scores, BLENDS[learned_target])
+    statistics = [layer and replace(layer, **fits.get(i, {})) for i, layer in enumerate(statistics)]
     if everyone is not None:  # machines may round differently
         shared = partial(broadcast, group=everyone)
+        if choice is not None:
+            choice = ScoreChoice(**json.loads(all_gather_texts(json.dumps(asdict(choice)), everyone)[0]))
         filters = [None if layer is None else shared(layer) for layer in filters]
         statistics = [None if layer is None else layer.mapped(shared) for layer in statistics]
     return Calibration(
@@ -104,6 +127,7 @@ def calibrate(
         n_tokens=n_tokens,
         layer_layout=layout,
         terms=tuple(SCORERS),
+        scores=choice,
         weights=weights_digest(model),
     )
 

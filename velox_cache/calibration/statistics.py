@@ -1,6 +1,6 @@
 """Statistics of one layer's queries and keys, for the methods that score rows by them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import mlx.core as mx
@@ -19,6 +19,12 @@ class LayerStatistics:
     term_means: mx.array | None = None  # [H, T] of the static scores of rows, the calibration's `terms`; None: unknown
     term_deviations: mx.array | None = None  # [H, T]
     fusion_weights: mx.array | None = None  # [H, terms of the calibration's `fusion`]; None: not searched
+    score_keys: mx.array | None = None  # [H, D] of the learned score, like those that follow; None: not fitted
+    score_key_squares: mx.array | None = None  # [H, D]
+    score_values: mx.array | None = None  # [H, D_v]
+    score_value_squares: mx.array | None = None  # [H, D_v]
+    score_age: mx.array | None = None  # [H]
+    score_correlation: mx.array | None = None  # [H] of score and target on texts held out
 
     def __post_init__(self) -> None:
         for name, array in self.arrays().items():
@@ -28,7 +34,7 @@ class LayerStatistics:
         if self.query_mean.shape != (heads, dim) or self.query_cov.shape != (heads, dim, dim):
             raise ValueError(
                 f"mean_keys, query_mean and query_cov must be [H,D], [H,D] and [H,D,D], got "
-                f"{[tuple(array.shape) for array in self.arrays().values()]}"
+                f"{[tuple(array.shape) for array in (self.mean_keys, self.query_mean, self.query_cov)]}"
             )
         moments = [array for array in (self.term_means, self.term_deviations) if array is not None]
         if moments and (len(moments) < 2 or any(array.shape != (heads, moments[0].shape[-1]) for array in moments)):
@@ -42,6 +48,13 @@ class LayerStatistics:
                 f"fusion_weights must be [H,T] for {heads} heads, got shape {tuple(self.fusion_weights.shape)}"
             )
 
+        scores = {name: tuple(array.shape) for name, array in self.arrays().items() if name.startswith("score_")}
+        if scores and (len(scores) < len(SCORES) or not _scores_fit(scores, heads, dim)):
+            raise ValueError(
+                f"{', '.join(SCORES)} must all be there, of shapes [{heads},{dim}] for keys, [{heads},D_v] for values "
+                f"and [{heads}] for the others, got {scores}"
+            )
+
     def mapped(self, change: Callable[[mx.array], mx.array]) -> "LayerStatistics":
         """With `change` applied to each array."""
         return LayerStatistics(**{name: change(array) for name, array in self.arrays().items()})
@@ -50,3 +63,14 @@ class LayerStatistics:
         """The arrays that are there, by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: array for name, array in named.items() if array is not None}
+
+
+SCORES = tuple(field.name for field in fields(LayerStatistics) if field.name.startswith("score_"))
+"""What a learned score is, and how well it does."""
+
+
+def _scores_fit(shapes: Mapping[str, tuple[int, ...]], heads: int, dim: int) -> bool:
+    values = shapes["score_values"]
+    width_of = {"score_keys": (dim,), "score_key_squares": (dim,), "score_values": values[1:]}
+    width_of["score_value_squares"] = values[1:]
+    return len(values) == 2 and all(shape == (heads, *width_of.get(name, ())) for name, shape in shapes.items())

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from velox_cache.calibration.score_sums import ScoreSums, no_score_sums
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_cache.calibration.term_sums import TermSums, no_term_sums, term_moments, with_rows
 from velox_cache.distributed.collectives import Group, all_gather_texts, summed
@@ -33,10 +34,13 @@ class LayerSums:
     unit_keys: mx.array  # [H, D] float64: sum of the keys at unit norm
     terms: TermSums
     scale: float  # of the attention logits
+    value_dim: int
+    scores: ScoreSums | None = None  # over texts that were read again; None: none were
 
     def arrays(self) -> list[mx.array]:
         """All sums, for those who evaluate them."""
-        return [*arrays(self.queries), self.unit_keys, *arrays(self.terms)]
+        scores = [] if self.scores is None else arrays(self.scores)
+        return [*arrays(self.queries), self.unit_keys, *arrays(self.terms), *scores]
 
     def filters(self) -> mx.array:
         """The layer's filters, float32 [H, D]. Raises ValueError as `query_gram_filters` does."""
@@ -51,18 +55,29 @@ class LayerSums:
         return LayerStatistics(mean_keys, mean * self.scale, covariance * self.scale**2, *moments)
 
 
+def no_layer_sums(call: LayerQueries) -> LayerSums:
+    """The sums over no token of the layer that `call` is of."""
+    n_kv_heads, head_dim = call.keys.shape[1], call.keys.shape[3]
+    with mx.stream(mx.cpu):
+        return LayerSums(
+            queries=query_gram_init(call.queries.shape[1], call.queries.shape[3]),
+            unit_keys=mx.zeros((n_kv_heads, head_dim), mx.float64),
+            terms=no_term_sums(n_kv_heads, head_dim),
+            scale=call.scale,
+            value_dim=call.values.shape[3],
+        )
+
+
 def with_block(sums: LayerSums | None, call: LayerQueries) -> LayerSums:
     """The sums over one more block; None stands for those over none."""
-    n_tokens = call.queries.shape[2]
-    first = call.keys.shape[2] - n_tokens  # tokens seen before
+    sums = no_layer_sums(call) if sums is None else sums
+    first = call.keys.shape[2] - call.queries.shape[2]  # tokens seen before
     keys, values = call.keys[:, :, first:], call.values[:, :, first:]
     new_keys = unit_keys(keys[0]).sum(axis=1)
     with mx.stream(mx.cpu):
-        so_far = mx.zeros(new_keys.shape, mx.float64) if sums is None else sums.unit_keys
-        total = so_far + new_keys.astype(mx.float64)
-    gram = query_gram_init(call.queries.shape[1], call.queries.shape[3]) if sums is None else sums.queries
-    terms = no_term_sums(keys.shape[1], keys.shape[3]) if sums is None else sums.terms
-    return LayerSums(query_gram_update(gram, call.queries), total, with_rows(terms, keys, values, first), call.scale)
+        total = sums.unit_keys + new_keys.astype(mx.float64)
+    gram, terms = query_gram_update(sums.queries, call.queries), with_rows(sums.terms, keys, values, first)
+    return replace(sums, queries=gram, unit_keys=total, terms=terms)
 
 
 def whole_model_sums(
@@ -80,21 +95,23 @@ def whole_model_sums(
     told = {
         "layout": {first + layer: name for layer, name in enumerate(layout)},
         "shapes": {first + layer: _whole_shape(sums, model, shard) for layer, sums in own.items()},
+        "read again": {first + layer: True for layer, sums in own.items() if sums.scores is not None},
     }
     everyone = [json.loads(text) for text in all_gather_texts(json.dumps(told), group)]
     names = _agreed(everyone, "layout")
+    read_again = _agreed(everyone, "read again")
     by_layer = {
-        layer: LayerSums(*_summed_layer(own.get(layer - first), shape, shard, group), scale=shape[3])
+        layer: _summed_layer(own.get(layer - first), shape, shard, group, layer in read_again)
         for layer, shape in _agreed(everyone, "shapes").items()
     }
     return by_layer, tuple(names[layer] for layer in sorted(names))
 
 
 def _whole_shape(sums: LayerSums, model: nn.Module, shard: ModelShard) -> list[Any]:
-    """Query heads, KV heads, width and scale of a layer of the whole model."""
+    """Query heads, KV heads, width, scale and width of values of a layer of the whole model."""
     n_query_heads, head_dim = sums.queries.total.shape
     n_kv_heads = shard.whole_kv_heads(model, sums.unit_keys.shape[0])
-    return [n_query_heads * shard.head_parts, n_kv_heads, head_dim, sums.scale]
+    return [n_query_heads * shard.head_parts, n_kv_heads, head_dim, sums.scale, sums.value_dim]
 
 
 def _agreed(everyone: Sequence[Mapping[str, Any]], what: str) -> dict[int, Any]:
@@ -110,22 +127,32 @@ def _agreed(everyone: Sequence[Mapping[str, Any]], what: str) -> dict[int, Any]:
 
 
 def _summed_layer(
-    own: LayerSums | None, shape: Sequence[Any], shard: ModelShard, group: Group
-) -> tuple[QueryGram, mx.array, TermSums]:
-    n_query_heads, n_kv_heads, head_dim, _ = shape
+    own: LayerSums | None, shape: Sequence[Any], shard: ModelShard, group: Group, read_again: bool
+) -> LayerSums:
+    n_query_heads, n_kv_heads, head_dim, scale, value_dim = shape
     with mx.stream(mx.cpu):
         gram = mx.zeros((n_query_heads, head_dim, head_dim), mx.float64)
         total = mx.zeros((n_query_heads, head_dim), mx.float64)
         count = mx.zeros((), mx.float64)
         terms = no_term_sums(n_kv_heads, head_dim)
-        by_kv_head = [mx.zeros((n_kv_heads, head_dim), mx.float64), *arrays(terms)]
+        scores = no_score_sums(n_kv_heads, head_dim, value_dim) if read_again else None
+        by_kv_head = [mx.zeros((n_kv_heads, head_dim), mx.float64), *arrays(terms), *(arrays(scores) if scores else ())]
         if own is not None:
             query_heads, kv_heads = shard.heads(n_query_heads), shard.heads(n_kv_heads)
             gram[query_heads], total[query_heads] = own.queries.gram, own.queries.total
             if shard.head_part * n_kv_heads % shard.head_parts == 0:  # of ranks with the same KV head, the first
-                for whole, part in zip(by_kv_head, [own.unit_keys, *arrays(own.terms)], strict=True):
+                # One rank may have read texts once that another read again: then it has no sums of scores.
+                for whole, part in zip(by_kv_head, own.arrays()[len(arrays(own.queries)) :], strict=False):
                     whole[kv_heads] = part
             if shard.head_part == 0:  # ranks with other heads saw the same tokens
                 count = own.queries.count
     gram, total, count, keys, *others = (summed(array, group) for array in (gram, total, count, *by_kv_head))
-    return QueryGram(gram=gram, total=total, count=count), keys, with_arrays(terms, others)
+    n_terms = len(arrays(terms))
+    return LayerSums(
+        queries=QueryGram(gram=gram, total=total, count=count),
+        unit_keys=keys,
+        terms=with_arrays(terms, others[:n_terms]),
+        scale=scale,
+        value_dim=value_dim,
+        scores=with_arrays(scores, others[n_terms:]) if scores else None,
+    )

@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="texts are cut into sequences of N tokens (default: 2048)",
     )
     parser.add_argument(
+        "--learned-target",
+        choices=("natural", "repeated", "both", "none"),
+        help="attention that the method learned is fitted to: of the text itself, of the text read again, or both; "
+        "none leaves the fit out, and its time (default: both)",
+    )
+    parser.add_argument(
         "--search-weights",
         type=float,
         metavar="SECONDS",
@@ -82,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--search-weights runs in one process; calibrate under mlx.launch, then search without it")
 
     from velox_cache import calibrate, save_calibration
+    from velox_cache.calibration.calibrating import LEARNED_TARGET
     from velox_cache.calibration.made_once import calibration_file
     from velox_cache.calibration.predicted_attention import predicts_attention
     from velox_cache.calibration.texts import SOURCE, calibration_texts
@@ -89,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     from velox_cache.distributed.collectives import world
 
     texts = [_read(name) for name in arguments.text] if arguments.text else calibration_texts()
+    targets = {"none": None, None: LEARNED_TARGET}
     model, tokenizer = load_model(arguments.model, arguments.shard)
     if output is None:
         output = calibration_file(model)
@@ -102,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         model_id=arguments.model_id or model_id(arguments.model),
         dataset=", ".join(arguments.text) if arguments.text else SOURCE,
         group=world(),
+        learned_target=targets.get(arguments.learned_target, arguments.learned_target),
     )
     if launched_rank() is None:
         calibration = replace(calibration, predicts=predicts_attention(model, tokenizer, calibration))

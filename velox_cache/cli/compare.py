@@ -167,8 +167,9 @@ def _calibration(
     for filters in calibration.filters:
         digest.update(b"" if filters is None else np.asarray(filters).tobytes())
     for layer in calibration.statistics:
-        if layer is not None and layer.fusion_weights is not None:  # the other statistics follow from the same text
-            digest.update(np.asarray(layer.fusion_weights).tobytes() + repr(calibration.fusion).encode())
+        chosen = {} if layer is None else layer.arrays()
+        for part in (name for name in chosen if name.startswith(("fusion_", "score_"))):  # the rest comes with filters
+            digest.update(np.asarray(chosen[part]).tobytes() + repr((calibration.fusion, calibration.scores)).encode())
     return calibration, digest.hexdigest()[:16]
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from velox_cache.calibration.artifact import Calibration
+    from velox_cache.calibration.score_choice import ScoreChoice
 
 EXAMPLES = """example:
   velox inspect calibration.npz"""
@@ -44,6 +45,28 @@ def describe(calibration: "Calibration") -> str:
             f"  fusion       weights of {'+'.join(choice.terms)} by {choice.combine}, recent {choice.recent_share:.0%} "
             "of the budget, found by search"
         )
+    if calibration.scores is not None:
+        lines += _fit_lines(calibration, calibration.scores)
     if without:
         lines.append(f"  no filter    layers {', '.join(without)}: no plain full-attention cache there")
     return "\n".join(lines)
+
+
+def _fit_lines(calibration: "Calibration", choice: "ScoreChoice") -> list[str]:
+    """How the learned scores were fitted, and how they do on texts held out, head by head."""
+    import numpy as np
+
+    from velox_cache.calibration.score_choice import TARGETS
+
+    blend = " and ".join(f"{weight:g} {name}" for weight, name in zip(choice.blend, TARGETS, strict=True) if weight)
+    found = {
+        index: [float(value) for value in np.array(layer.score_correlation)]
+        for index, layer in enumerate(calibration.statistics)
+        if layer is not None and layer.score_correlation is not None
+    }
+    every = [value for heads in found.values() for value in heads]
+    return [
+        f"  learned      {choice.features}, ridge {choice.ridge:g}, target {blend}; correlation on texts held out "
+        f"{sum(every) / len(every):.2f} in the mean, by head:",
+        *(f"    layer {index:<5}{' '.join(f'{value:.2f}' for value in heads)}" for index, heads in found.items()),
+    ]

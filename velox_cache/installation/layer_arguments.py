@@ -147,6 +147,12 @@ def calibrated_params(
         if calibration.fusion is not None and calibration.fusion.is_of(terms, asked["combine"]):
             arrays["weights"] = statistics.fusion_weights
             names.append("weights")
+    lacking = [name for name in names if name not in arrays]
+    if lacking:
+        raise ValueError(
+            f"the calibration has no {', '.join(lacking)}: it was made by an older velox-kv, or without learned scores"
+            "; calibrate again with `velox calibrate`"
+        )
     return {name: arrays[name] for name in names}
 
 

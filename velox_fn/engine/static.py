@@ -138,6 +138,7 @@ def static_eviction(
     rollback: int | None = None,
     use_metal_kernels: bool | None = None,
     params: Mapping[str, mx.array] | None = None,
+    value_params: Sequence[str] = (),
     numbers: Sequence[float | mx.array] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Eviction[StaticState]:
@@ -168,6 +169,7 @@ def static_eviction(
         use_metal_kernels: for eviction. True or False; None uses them where they run.
         params: arrays per KV head by name. `score` sees them in this order, [H,D,...] as [B,H,D,...] and [H] as
             [B,H,1].
+        value_params: the names of those that are as wide as values.
         numbers: single numbers, which `score` sees after `params`, each as [B,1,1]: a float as float32, an array of no
             dimension in its own dtype.
         settings: the arguments of the method's factory beside the row counts, plain JSON.
@@ -198,7 +200,8 @@ def static_eviction(
         counts = {"recent": 0, **limits}
         store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, **counts, use_metal_kernels=use_metal_kernels)
         for param, array in params.items():
-            checks.fits_heads(param, array, n_kv_heads, head_dim)
+            width = (value_dim or head_dim) if param in value_params else head_dim
+            checks.fits_heads(param, array, n_kv_heads, width)
         per_head = [per_row(array, batch) for array in params.values()]
         alike = [mx.broadcast_to(number, (batch, 1, 1)) for number in scalars]
         return StaticState(store=store, params=(*per_head, *alike))

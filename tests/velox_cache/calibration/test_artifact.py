@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from velox_cache.calibration.artifact import Calibration, import_published_filters, load_calibration, save_calibration
+from velox_cache.calibration.score_choice import ScoreChoice
 from velox_cache.calibration.statistics import LayerStatistics
 
 
@@ -141,7 +142,7 @@ def test_pickled_objects_are_never_read(path):
         load_calibration(path)
 
 
-@pytest.mark.parametrize("version", [0, 4, 99])
+@pytest.mark.parametrize("version", [0, 5, 99])
 def test_unknown_version_is_refused(path, version):
     rewrite(path, format_version=np.int64(version))
     with pytest.raises(ValueError, match=f"format version is {version}"):
@@ -274,7 +275,7 @@ def with_moments(calibration, statistics):
 def test_round_trip_keeps_moments_and_their_names(with_moments, tmp_path):
     save_calibration(with_moments, tmp_path / "calibration.npz")
     loaded = load_calibration(tmp_path / "calibration.npz")
-    assert (loaded.format_version, loaded.terms) == (3, ("projection", "key_norm", "recency"))
+    assert (loaded.format_version, loaded.terms) == (4, ("projection", "key_norm", "recency"))
     for name in ("term_means", "term_deviations"):
         assert mx.array_equal(getattr(loaded.statistics[2], name), getattr(with_moments.statistics[2], name)).item()
 
@@ -292,12 +293,83 @@ def test_file_of_the_second_version_still_loads(calibration, statistics, tmp_pat
     save_calibration(dataclasses.replace(calibration, statistics=statistics), path)
     with np.load(path) as content:
         header = json.loads(str(content["header"]))
-    del header["terms"], header["fusion"]
+    del header["terms"], header["fusion"], header["scores"]
     rewrite(path, format_version=np.int64(2), header=np.array(json.dumps(header)))
     loaded = load_calibration(path)
     assert (loaded.format_version, loaded.terms, loaded.fusion) == (2, (), None)
     assert mx.array_equal(loaded.statistics[2].mean_keys, statistics[2].mean_keys).item()
     assert loaded.statistics[2].term_means is None
+
+
+SCORES = {
+    "score_keys": (2, 8),
+    "score_key_squares": (2, 8),
+    "score_values": (2, 6),
+    "score_value_squares": (2, 6),
+    "score_age": (2,),
+    "score_correlation": (2,),
+}
+
+
+@pytest.fixture
+def with_scores(with_moments):
+    def layer(own, seed):
+        keys = [mx.random.key(seed + i) for i in range(len(SCORES))]
+        arrays = {
+            name: mx.random.normal(shape, key=key) for key, (name, shape) in zip(keys, SCORES.items(), strict=True)
+        }
+        return dataclasses.replace(own, **arrays)
+
+    statistics = [None if own is None else layer(own, i) for i, own in enumerate(with_moments.statistics)]
+    return dataclasses.replace(with_moments, statistics=statistics, scores=ScoreChoice("keys+values", 0.1, (1.0, 2.0)))
+
+
+def test_round_trip_keeps_learned_scores_and_how_they_were_fitted(with_scores, tmp_path):
+    save_calibration(with_scores, tmp_path / "calibration.npz")
+    loaded = load_calibration(tmp_path / "calibration.npz")
+    assert loaded.scores == with_scores.scores
+    for name in SCORES:
+        assert mx.array_equal(getattr(loaded.statistics[2], name), getattr(with_scores.statistics[2], name)).item()
+
+
+def test_file_of_the_third_version_still_loads(with_moments, tmp_path):
+    path = tmp_path / "calibration.npz"
+    save_calibration(with_moments, path)
+    with np.load(path) as content:
+        header = json.loads(str(content["header"]))
+    del header["scores"]
+    rewrite(path, format_version=np.int64(3), header=np.array(json.dumps(header)))
+    loaded = load_calibration(path)
+    assert (loaded.format_version, loaded.scores, loaded.terms) == (3, None, with_moments.terms)
+    assert loaded.statistics[2].score_keys is None
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_missing_scores_are_noticed(with_scores, tmp_path, name):
+    save_calibration(with_scores, tmp_path / "calibration.npz")
+    rewrite(tmp_path / "calibration.npz", **{f"{name}_0002": None})
+    with pytest.raises(ValueError, match=f"{name}_0002"):
+        load_calibration(tmp_path / "calibration.npz")
+    with pytest.raises(ValueError, match=r"score_keys.* must all be there"):
+        dataclasses.replace(with_scores.statistics[2], **{name: None})
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_of_another_shape_are_refused(with_scores, name):
+    other = mx.zeros((3, *SCORES[name][1:]))
+    with pytest.raises(ValueError, match=r"score_keys.* must all be there"):
+        dataclasses.replace(with_scores.statistics[2], **{name: other})
+
+
+def test_scores_without_how_they_were_fitted_are_refused(with_scores):
+    with pytest.raises(ValueError, match="layer 0 must have learned scores where"):
+        dataclasses.replace(with_scores, scores=None)
+
+
+@pytest.mark.parametrize("given", [("values", 0.1, (1, 1)), ("keys", 0.0, (1, 1)), ("keys", 0.1, (1,))], ids=str)
+def test_a_fit_that_cannot_be_is_refused(given):
+    with pytest.raises(ValueError, match="a learned score is fitted to"):
+        ScoreChoice(*given)
 
 
 def test_moments_of_another_number_of_terms_are_refused(with_moments):

@@ -256,8 +256,18 @@ def test_calibrate_then_inspect(tiny_model, tokenizer, tmp_path, monkeypatch, ca
     assert main(words) == 0
     assert main(["inspect", str(filters)]) == 0
     described = capsys.readouterr().out
-    for fact in ("owner/tiny", "300 tokens", "text.txt", "2 of 2 layers", "2 heads of dimension 8", "post-rope"):
+    for fact in (
+        "owner/tiny",
+        "300 tokens",
+        "text.txt",
+        "2 of 2 layers",
+        "2 heads of dimension 8",
+        "post-rope",
+        "layer 1 ",
+    ):
         assert described.count(fact) == 2
+    assert main([*words, "--learned-target", "none"]) == 0
+    assert "layer 1 " not in capsys.readouterr().out
 
 
 def test_calibrate_searches_weights_and_says_what_came_of_it(tiny_model, tokenizer, tmp_path, monkeypatch, capsys):

@@ -20,6 +20,7 @@ CALIBRATED = {
     "keydiff": ["mean_keys"],
     "expected_attention": ["query_mean", "query_cov"],
     "fusion": ["filters", "mean_keys", "means", "deviations"],
+    "learned": ["score_keys", "score_key_squares", "score_values", "score_value_squares", "score_age"],
 }
 
 
@@ -53,7 +54,20 @@ def test_calibrated_scores_are_computed_once(tiny_model, calibration, method):
     assert model.make_cache()[0].method.static
 
 
-@pytest.mark.parametrize("method", ["keydiff", "expected_attention", "fusion"])
+def test_a_calibration_without_learned_scores_is_refused_by_the_method_that_needs_them(tiny_model, tokenizer):
+    without = calibrate(tiny_model(), tokenizer, [TEXT], progress=False, learned_target=None)
+    with pytest.raises(ValueError, match=r"no score_keys, .* without learned scores; calibrate again"):
+        install(tiny_model(), "learned", budget=16, calibration=without)
+
+
+def test_learned_protects_few_recent_rows_unless_told_otherwise(tiny_model, calibration):
+    model = tiny_model()
+    for given, recent in (({}, 4), ({"recent": 7}, 7)):
+        install(model, "learned", budget=32, calibration=calibration, **given)
+        assert model.make_cache()[0].method.settings["recent"] == recent
+
+
+@pytest.mark.parametrize("method", ["keydiff", "expected_attention", "fusion", "learned"])
 def test_calibration_of_filters_only_is_refused_by_methods_that_need_more(tiny_model, calibration, method):
     filters_only = Calibration(calibration.filters)
     with pytest.raises(ValueError, match="holds filters only"):

@@ -13,23 +13,27 @@ pytestmark = pytest.mark.slow
 SCORES = """
 import mlx.core as mx
 import numpy as np
-from velox_fn import SCORERS, fusion
+from velox_fn import SCORERS, fusion, learned
 from velox_fn.engine.store import used_rows
+from velox_fn.methods.learned import OF_ROWS
 
 
 keys, values = (mx.random.normal((1, 2, 40, 64), key=mx.random.key(i)) for i in range(2))
 directions, ones = mx.random.normal((2, 64), key=mx.random.key(2)), mx.ones((2, 2))
+arrays = {name: mx.random.normal((2, 64), key=mx.random.key(i)) for i, name in enumerate(OF_ROWS)}
+methods = {"learned": learned(n_sink=0, **arrays, score_age=0 * ones[0])}
 for term in sorted(set(SCORERS) - {"projection", "recency"}):  # recency is exact, and here positions are not those
     taken = {name: directions for one in ("projection", term) for name in SCORERS[one].takes}
     moments = {"means": 0.3 * ones, "deviations": 1.7 * ones, "weights": 0.7 * ones}
-    method = fusion(terms=("projection", term), n_sink=0, **taken, **moments)
+    methods[term] = fusion(terms=("projection", term), n_sink=0, **taken, **moments)
+for name, method in methods.items():
     block, _ = method.update(method.init(1, 2, 64), keys, values)
     ranks = []
     for t in range(40):  # each the first of its cache, which is scored at once
         token, _ = method.update(method.init(1, 2, 64), keys[:, :, t : t + 1], values[:, :, t : t + 1])
         ranks.append(used_rows(token.store).ranks)
     found, expected = mx.concatenate(ranks, axis=2) >> 32, used_rows(block.store).ranks >> 32
-    np.testing.assert_array_equal(np.array(found), np.array(expected), err_msg=term)
+    np.testing.assert_array_equal(np.array(found), np.array(expected), err_msg=name)
 """
 
 

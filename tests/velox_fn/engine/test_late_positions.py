@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from velox_cache import EvictingKVCache
-from velox_fn import METHODS, fusion, kept_positions, l2norm, streaming_llm
+from velox_fn import METHODS, fusion, kept_positions, l2norm, learned, streaming_llm
 from velox_fn.engine.select import rank_positions
 
 MOST = 2**31 - 1
@@ -18,10 +18,17 @@ def moments(n_terms):
     return {"means": mx.full((1, n_terms), 300.0), "deviations": mx.full((1, n_terms), 7.0)}
 
 
+def fitted():
+    of_keys, of_values = mx.array([[0.7, -31.3]]), mx.array([[1e-3, 1e-4]])
+    rows = {"score_keys": of_keys, "score_key_squares": 0 * of_keys, "score_values": of_values}
+    return {**rows, "score_value_squares": -of_values, "score_age": mx.array([0.37])}
+
+
 BY_AGE = {
     "streaming_llm": lambda: streaming_llm(budget=6, n_sink=1),
     "recency": lambda: fusion(budget=6, n_sink=1, terms="recency", **moments(1)),
     "a sum with recency": lambda: fusion(budget=6, n_sink=1, terms="key_norm+recency", **moments(2)),
+    "learned": lambda: learned(budget=6, n_sink=1, **fitted()),
     "the larger of two": lambda: fusion(budget=6, n_sink=1, terms="recency+value_norm", combine="max", **moments(2)),
 }
 
@@ -62,7 +69,9 @@ def test_any_two_positions_are_in_order(name):
     assert rank_positions(mx.sort(ranks)).tolist() == sorted(positions)
 
 
-COUNTING = [name for name in METHODS if name not in ("fusion", "expected_attention")]  # which take a calibration
+COUNTING = [
+    name for name in METHODS if name not in ("fusion", "learned", "expected_attention")
+]  # which take a calibration
 
 
 @pytest.mark.parametrize("name", COUNTING)
