@@ -17,6 +17,8 @@ from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init
 from velox_fn.engine.eviction import Eviction, State, kept_bytes, kept_positions, kv
 from velox_fn.engine.fused_evict import fused_evict
 from velox_fn.engine.interval import at_intervals, interval_parts
+from velox_fn.engine.quantised import dequantised, quantised
+from velox_fn.engine.quantised_attention import attend
 from velox_fn.engine.records import arrays, record, replaced, with_arrays
 from velox_fn.engine.rope import RopeSpec, rope_remap_positions
 from velox_fn.engine.scorers import SCORERS, StaticScorer
@@ -58,6 +60,7 @@ __all__ = [
     "all_methods",
     "arrays",
     "at_intervals",
+    "attend",
     "attention_mass",
     "average_gqa_filters",
     "compiled",
@@ -67,6 +70,7 @@ __all__ = [
     "curdkv_init",
     "curdkv_step",
     "curdkv_update",
+    "dequantised",
     "dynamic_eviction",
     "dynamic_init",
     "estimate_filter_dir",
@@ -86,6 +90,7 @@ __all__ = [
     "qfilters",
     "qfilters_init",
     "qfilters_update",
+    "quantised",
     "query_gram_filters",
     "query_gram_init",
     "query_gram_merge",

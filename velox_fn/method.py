@@ -10,9 +10,12 @@ from typing import Any
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.quantised import NO_WIDTHS, quantised
 
 ROPES = (None, "to renumber", "when read")
 PLACES = ("layer", "first_head")
+_OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, **NO_WIDTHS})
+"""Settings that are added to a factory that does not take them, with their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +94,21 @@ class Method:
         """What a user may set, with defaults: every argument but the calibrated arrays and the place."""
         filled = (*self.calibrated, *self.place)
         own = {name: default for name, default in self.defaults.items() if name not in filled}
-        return MappingProxyType({**own, "interval": own.get("interval", 1)})
+        return MappingProxyType({**own, **{name: own.get(name, default) for name, default in _OF_EVERY_METHOD.items()}})
 
     def make(self, **arguments: Any) -> Eviction:
-        """The Eviction with these arguments. `interval` may be among them also where the factory does not take it.
+        """The Eviction with these arguments. `interval`, `key_bits`, `value_bits` and `group_size` may be among them,
+        also where the factory does not take them.
 
         Raises:
             ValueError: as the factory does; or what it returns cannot be made anew from its name and settings, as
                 loading a saved cache does.
         """
-        interval = {} if "interval" in self.defaults else {"interval": arguments.pop("interval", 1)}
+        added = {
+            name: arguments.pop(name, default)
+            for name, default in _OF_EVERY_METHOD.items()
+            if name not in self.defaults
+        }
         made = self.factory(**arguments)
         if not isinstance(made, Eviction):
             raise ValueError(f"the factory of {self.label} must return an Eviction, got {type(made).__name__}")
@@ -109,9 +117,10 @@ class Method:
                 f"the factory registered as {self.name!r} makes an Eviction called {made.name!r}; give both one name, "
                 "by which a saved cache finds its method"
             )
-        if interval:
-            made = at_intervals(made, **interval)
-        unknown = [name for name in (*made.settings, *made.params) if name not in (*self.defaults, *interval)]
+        if "interval" in added:
+            made = at_intervals(made, added["interval"])
+        made = quantised(made, **{name: value for name, value in added.items() if name in NO_WIDTHS})
+        unknown = [name for name in (*made.settings, *made.params) if name not in (*self.defaults, *added)]
         if unknown:
             raise ValueError(
                 f"the settings of {self.label} hold {', '.join(unknown)}, which its factory does not take: settings "

@@ -5,7 +5,7 @@ import mlx.core as mx
 from velox_fn.engine import select
 from velox_fn.engine.records import record
 from velox_fn.engine.rows import Rows
-from velox_fn.engine.store import Store, used_rows
+from velox_fn.engine.store import Store, readable, used_rows
 from velox_fn.engine.widening import widened
 
 # Bounds the weights held at a time to a few [B,H_q,64,n]: on the CPU, buffers of work that waits pile up.
@@ -17,7 +17,7 @@ _MASKED = -1e30  # finite, so that a query that sees nothing has no NaN
 class Observed:
     """What a block's queries see of the rows that it landed among."""
 
-    rows: Rows
+    rows: Rows  # with arrays for keys and values, also where they are stored quantised
     scores: mx.array  # float32 [B,H,n], as they stand: +inf for sinks, -inf for padding and non-finite rows
     positions: mx.array  # int32 [B,H,n], -1 for padding
     queries: mx.array  # float32 [B,H,G,S,D], scaled; G query heads share a KV head
@@ -44,11 +44,11 @@ def observe_rows(
     Raises:
         ValueError: the query heads are no multiple of the KV heads, or there is not one sink for each.
     """
-    batch, n_kv_heads = store.keys.shape[:2]
+    batch, n_kv_heads = store.ranks.shape[:2]
     n_heads, n_tokens, head_dim = queries.shape[1:]
-    if n_heads % n_kv_heads or head_dim != store.keys.shape[3]:
+    if n_heads % n_kv_heads or head_dim != store.head_dim:
         raise ValueError(
-            f"queries must be [B, H_q, S, {store.keys.shape[3]}] with H_q a multiple of {n_kv_heads} KV heads, got "
+            f"queries must be [B, H_q, S, {store.head_dim}] with H_q a multiple of {n_kv_heads} KV heads, got "
             f"shape {tuple(queries.shape)}"
         )
     if sinks is not None and sinks.shape != (n_heads,):
@@ -60,7 +60,7 @@ def observe_rows(
     query_positions = first[:, None] + steps
     if valid is not None:
         query_positions = mx.where(steps < valid[:, None], query_positions, -1)
-    rows = used_rows(store)
+    rows = readable(store, used_rows(store))
     return Observed(
         rows=rows,
         scores=select.rank_scores(rows.ranks),
