@@ -170,14 +170,11 @@ def test_sequential_server_answers_alike(sequential: Server, computed_alone: Cal
         assert list(pool.map(sequential.text, prompts)) == [computed_alone(prompt) for prompt in prompts]
 
 
-def test_sequential_server_warns_of_kv_bits_once(sequential: Server) -> None:
-    sequential.text(words(70, 2))
-    assert sequential.log.read_text().count("kv_bits has no effect") == 1
-
-
 def test_server_says_at_the_start_what_kv_bits_do(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "log.txt", *CACHE, "--server-options", "--kv-bits", "8") as started:
-        assert "--kv-bits 8: mlx_lm quantises none of the evicting caches' rows" in started.log.read_text()
+        assert (
+            "--kv-bits 8 among mlx_lm's options: for it mlx_lm serves requests one at a time" in started.log.read_text()
+        )
 
 
 @pytest.mark.parametrize("kind", ["server", "sequential"])

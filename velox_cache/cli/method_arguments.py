@@ -24,7 +24,7 @@ METHOD_EXAMPLES = """settings:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """--method, --budget, --recent, --n-sink, --set, --calibration, --queries."""
+    """--method, --budget, --recent, --n-sink, the widths of stored rows, --set, --calibration, --queries."""
     group = parser.add_argument_group("cache")
     group.add_argument(
         "--method",
@@ -37,6 +37,20 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--recent", type=int, metavar="R", help="latest rows that always stay (default: 3/4 of the budget)"
     )
     group.add_argument("--n-sink", type=int, metavar="N", help="first rows that always stay (default: 4)")
+    group.add_argument(
+        "--kv-bits",
+        type=int,
+        metavar="B",
+        help="store keys and values in B bits: 2, 3, 4, 5, 6 or 8 (default: as they come)",
+    )
+    group.add_argument("--key-bits", type=int, metavar="B", help="the same for keys alone")
+    group.add_argument("--value-bits", type=int, metavar="B", help="and for values alone")
+    group.add_argument(
+        "--kv-group-size",
+        type=int,
+        metavar="G",
+        help="numbers of a row that share a scale: 32, 64 or 128 (default: 64)",
+    )
     group.add_argument(
         "--set",
         dest="settings",
@@ -57,8 +71,14 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
 
 def method_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings that were given, by name: what `velox_cache.install` takes as keywords."""
-    common = {name: getattr(arguments, name) for name in ("budget", "recent", "n_sink")}
+    common = {name: getattr(arguments, name) for name in ("budget", "recent", "n_sink", "key_bits", "value_bits")}
+    common["group_size"] = arguments.kv_group_size
     given = {name: value for name, value in common.items() if value is not None}
+    if arguments.kv_bits is not None:
+        twice = [name for name in ("key_bits", "value_bits") if name in given]
+        if twice:
+            raise ValueError("--kv-bits is --key-bits and --value-bits in one; give it, or one or both of them")
+        given |= dict.fromkeys(("key_bits", "value_bits"), arguments.kv_bits)
     for name, value in arguments.settings:
         if name in given:
             raise ValueError(f"the setting {name!r} is given twice")

@@ -16,13 +16,14 @@ from velox_cache.installation.layer_budgets import (
 )
 from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of_every_layer
 from velox_cache.installation.parts import call_in_parts, call_whole
+from velox_cache.installation.quantised_rows import both_widths, check_reads_quantised_rows, tap_of
 from velox_cache.installation.tapped import check_shows_queries, with_own_masks
 from velox_cache.introspection.plan import LayerPlan, plan_layers
-from velox_cache.introspection.query_tap import QueryTap
 from velox_cache.introspection.shard import model_shard
 from velox_cache.known_methods import as_method
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.quantised import widths_of_method
 from velox_fn.method import PLACES, Method
 
 
@@ -57,6 +58,7 @@ def install(
     calibration: GivenCalibration | None = None,
     queries: str = "true",
     snapshots: int = 0,
+    bits: int | None = None,
     group: mx.distributed.Group | None = None,
     filters: GivenCalibration | None = None,
     **settings: Any,
@@ -80,6 +82,11 @@ def install(
     model that cross a boundary are taken apart there. snapshots: how many earlier boundaries `trim` can go back beyond;
     each takes the memory of one more cache.
 
+    key_bits, value_bits and group_size, settings of every method: rows are stored as `mx.quantize` makes them, and
+    attention reads them so; `bits` is both in one. A static method keeps the very rows that it keeps without. Layers
+    that are not bounded stay as the model made them: mlx_lm does not quantise a sliding window either. The model runs
+    once more then, on three tokens, to see that its attention takes such rows.
+
     On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
     them installs: its caches hold its own heads and layers, with their part of `calibration`, which is the whole
     model's, as budgets per layer are. group: only for a model whose sharding cannot be seen (`model_shard`).
@@ -92,6 +99,7 @@ def install(
     model, when no layer can be bounded, or when true queries are asked for and the model's attention cannot be tapped.
     """
     checks.one_of("queries", queries, ("true", "proxy"))
+    settings |= both_widths(bits, settings)
     calibration = one_of_both(calibration, filters)
     plan, shard = plan_layers(model), model_shard(model, group)
     if not any(entry.bounded for entry in plan) and not shard.pipelined:
@@ -110,9 +118,13 @@ def install(
     installed = InstalledCaches(
         weakref.ref(model), plan, methods, EvictingKVCache, true_queries, None, snapshots, before
     )
+    packed = any(widths_of_method(each).packed for each in methods.values())
+    if true_queries or packed:
+        installed = replace(installed, tap=tap_of(model, why_quantised=packed).install())
     if true_queries:
-        installed = replace(installed, tap=QueryTap(model).install())
         check_shows_queries(model, installed)
+    if packed:
+        check_reads_quantised_rows(model, installed)
     if has_own_budgets(budget):
         installed = with_own_masks(model, installed)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place

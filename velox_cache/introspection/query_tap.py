@@ -185,9 +185,8 @@ class _TappedAttention:
         if own_mask is not None:
             given, *rest_after = rest or (options.pop("mask", None),)
             rest = (own_mask(given), *rest_after)
-        attend = (
-            getattr(cache, "attend", None) if taps and (isinstance(keys, tuple) or isinstance(values, tuple)) else None
-        )
+        quantised = isinstance(keys, tuple) or isinstance(values, tuple)
+        attend = getattr(cache, "attend", None) if taps and quantised else None
         if attend is None:
             output = self.attention(queries, keys, values, cache, scale, *rest, **options)
         else:
