@@ -130,8 +130,8 @@ def _warn_of_quantised_rows(cli_args: argparse.Namespace) -> None:
     """Say at the start what mlx_lm's own --kv-bits does: it quantises rows, and ends batching."""
     if cli_args.kv_bits is not None:
         logging.warning(
-            f"--kv-bits {cli_args.kv_bits} among mlx_lm's options: for it mlx_lm serves requests one at a time; give it "
-            "before --server-options, or bits= to install, to serve quantised rows in batches"
+            f"--kv-bits {cli_args.kv_bits} among mlx_lm's options: with it mlx_lm serves one request at a time; give "
+            "it before --server-options, or bits= to install, to serve quantised rows in batches"
         )
 
 

@@ -173,8 +173,21 @@ def test_sequential_server_answers_alike(sequential: Server, computed_alone: Cal
 def test_server_says_at_the_start_what_kv_bits_do(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "log.txt", *CACHE, "--server-options", "--kv-bits", "8") as started:
         assert (
-            "--kv-bits 8 among mlx_lm's options: for it mlx_lm serves requests one at a time" in started.log.read_text()
+            "--kv-bits 8 among mlx_lm's options: with it mlx_lm serves one request at a time" in started.log.read_text()
         )
+
+
+def test_quantised_rows_are_served_in_batches(tmp_path: Path) -> None:
+    wide = write_tiny_folder(tmp_path, head_dim=32)
+    options = ["--method", "l2norm", "--budget", str(BUDGET), "--key-bits", "8", "--value-bits", "4"]
+    model, tokenizer = mlx_lm.load(str(wide))
+    vc.install(model, "l2norm", budget=BUDGET, key_bits=8, value_bits=4, group_size=32)
+    prompts = [words(length, 30 + length) for length in (60, 9, 100)]
+    with running(wide, tmp_path / "log.txt", *options, "--kv-group-size", "32") as started:
+        with ThreadPoolExecutor(3) as pool:
+            together = list(pool.map(started.text, prompts))
+        assert together == [continued(model, tokenizer, prompt) for prompt in prompts]
+        assert "key_bits=8, value_bits=4, group_size=32" in started.log.read_text()
 
 
 @pytest.mark.parametrize("kind", ["server", "sequential"])

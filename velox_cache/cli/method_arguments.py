@@ -41,7 +41,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-bits",
         type=int,
         metavar="B",
-        help="store keys and values in B bits: 2, 3, 4, 5, 6 or 8 (default: as they come)",
+        help="bits of stored keys and values: 2, 3, 4, 5, 6 or 8",
     )
     group.add_argument("--key-bits", type=int, metavar="B", help="the same for keys alone")
     group.add_argument("--value-bits", type=int, metavar="B", help="and for values alone")
@@ -49,7 +49,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-group-size",
         type=int,
         metavar="G",
-        help="numbers of a row that share a scale: 32, 64 or 128 (default: 64)",
+        help="numbers that share a scale: 32, 64, 128 (default: 64)",
     )
     group.add_argument(
         "--set",

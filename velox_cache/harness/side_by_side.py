@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.query_tap import observe_queries
+from velox_fn.engine.quantised import dequantised
 
 Step = Callable[[Sequence[int]], mx.array]
 """(tokens, one per prompt cache) -> logits float32 [A, V]"""
@@ -52,7 +53,7 @@ class SideBySideCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Give each cache its token of keys [A,H,1,D] and values [A,H,1,D_v]; what they show, padded, as one batch."""
-        views = [row.update_and_fetch(keys[i : i + 1], values[i : i + 1]) for i, row in enumerate(self._rows)]
+        views = [_view(row, keys[i : i + 1], values[i : i + 1]) for i, row in enumerate(self._rows)]
         longest = max(view[0].shape[2] for view in views)
         padded_keys, padded_values = ([_padded(view[part], longest) for view in views] for part in (0, 1))
         return mx.concatenate(padded_keys), mx.concatenate(padded_values)
@@ -111,6 +112,12 @@ def _keys_shown(cache: Any) -> int:
         return cache.size() + 1
     seen: int = cache.offset
     return min(seen + 1, getattr(cache, "max_size", seen + 1))
+
+
+def _view(cache: Any, key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
+    """What the cache shows to one token; quantised rows read back, since others in the batch may have other widths."""
+    keys, values = cache.update_and_fetch(key, value)
+    return dequantised(cache.record, (keys, values)) if isinstance(cache, EvictingKVCache) else (keys, values)
 
 
 def _padded(rows: mx.array, length: int) -> mx.array:
