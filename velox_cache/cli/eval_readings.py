@@ -101,9 +101,7 @@ def quantised(arguments: argparse.Namespace) -> Result:
     group_size = settings.pop("group_size", 64)
     given = [name for name in ("budget", "key_bits", "value_bits") if name in settings]
     if given:
-        raise ValueError(
-            f"{' and '.join(given)} cannot be given: rows of all widths are read, as many as have equal bytes"
-        )
+        raise ValueError(f"{' and '.join(given)} cannot be given: all widths are read, in rows of equal bytes")
     model, tokenizer = load_model(arguments.model)
     calibration = load_calibration(arguments.calibration) if arguments.calibration else None
     tokens = list(tokenizer.encode(text_named(arguments.text)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import mlx.nn as nn
@@ -12,12 +13,10 @@ from velox_cache.harness.arms import FULL, Arm, cache_maker
 from velox_cache.harness.memory import cache_usage
 from velox_cache.harness.shared_prefill import shared_prefill
 
-WIDTHS: Mapping[str, tuple[int | None, int | None]] = {
-    "as they came": (None, None),
-    "8 bits": (8, 8),
-    "keys 8, values 4": (8, 4),
-    "4 bits": (4, 4),
-}
+WIDTHS: Mapping[str, tuple[int | None, int | None]] = MappingProxyType(
+    {"as they came": (None, None), "8 bits": (8, 8), "keys 8, values 4": (8, 4), "4 bits": (4, 4)}
+)
+"""Of keys and values, by the name that tables give them."""
 SHARES = (1 / 4, 1 / 8, 1 / 16)
 
 

@@ -117,7 +117,9 @@ def _keys_shown(cache: Any) -> int:
 def _view(cache: Any, key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
     """What the cache shows to one token; quantised rows read back, since others in the batch may have other widths."""
     keys, values = cache.update_and_fetch(key, value)
-    return dequantised(cache.record, (keys, values)) if isinstance(cache, EvictingKVCache) else (keys, values)
+    if isinstance(cache, EvictingKVCache) and cache.record is not None:
+        return dequantised(cache.record, (keys, values))
+    return keys, values
 
 
 def _padded(rows: mx.array, length: int) -> mx.array:
