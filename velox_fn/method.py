@@ -10,11 +10,12 @@ from typing import Any
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import pinning
 from velox_fn.engine.quantised import NO_WIDTHS, quantised
 
 ROPES = (None, "to renumber", "when read")
 PLACES = ("layer", "first_head")
-_OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, **NO_WIDTHS})
+_OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, "pinned": (), **NO_WIDTHS})
 """Settings that are added to a factory that does not take them, with their defaults."""
 
 
@@ -37,6 +38,8 @@ class Method:
     query_cov, weights, means, deviations."""
     needs_calibration: bool = False
     """It can do nothing without them."""
+    guesses: bool = False
+    """Without them it estimates a stand-in from each text, far from as good: `install` asks before it lets it."""
     fuses: bool = False
     """Its settings `terms` and `combine` say which columns of means, deviations and weights it takes, as in fusion."""
     recent: bool = False
@@ -48,6 +51,8 @@ class Method:
     rope: str | None = None
     """When it takes `rope`, the model's rotary embedding: "to renumber", with its setting renumber=True; "when read",
     without a calibration and where it can be read; None, never."""
+    reads_values: bool = False
+    """It scores a row by its value too, and so not where none is cached (latent attention)."""
     pools_heads: bool = False
     """It scores a row by all heads of its layer together."""
 
@@ -97,8 +102,8 @@ class Method:
         return MappingProxyType({**own, **{name: own.get(name, default) for name, default in _OF_EVERY_METHOD.items()}})
 
     def make(self, **arguments: Any) -> Eviction:
-        """The Eviction with these arguments. `interval`, `key_bits`, `value_bits` and `group_size` may be among them,
-        also where the factory does not take them.
+        """The Eviction with these arguments. Those of every method (`interval`, `pinned`, `key_bits`, `value_bits`,
+        `group_size`) may be among them also where the factory does not take them.
 
         Raises:
             ValueError: as the factory does; or what it returns cannot be made anew from its name and settings, as
@@ -117,6 +122,8 @@ class Method:
                 f"the factory registered as {self.name!r} makes an Eviction called {made.name!r}; give both one name, "
                 "by which a saved cache finds its method"
             )
+        if "pinned" in added:
+            made = pinning(made, added["pinned"])
         if "interval" in added:
             made = at_intervals(made, added["interval"])
         made = quantised(made, **{name: value for name, value in added.items() if name in NO_WIDTHS})

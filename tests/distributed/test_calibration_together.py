@@ -60,6 +60,8 @@ def test_all_ranks_end_with_the_same_bits(calibrations, spread, n_texts):
 @pytest.mark.parametrize("spread", SPREADS)
 def test_the_artifact_is_the_whole_models(calibrations, spread):
     [alone] = calibrations("none", 4)
-    told = [field.name for field in fields(alone) if field.name not in ("filters", "statistics")]
+    # A rank that holds a part of the weights does not know their digest.
+    told = [field.name for field in fields(alone) if field.name not in ("filters", "statistics", "weights")]
     for rank in calibrations(spread, 4):
         assert [getattr(rank, name) for name in told] == [getattr(alone, name) for name in told]
+        assert rank.weights in (None, alone.weights)

@@ -77,6 +77,14 @@ def test_static_methods_keep_the_rows_that_they_keep_unquantised(
 
 
 @every_static
+def test_pinned_rows_stay_as_they_do_unquantised(case: Case) -> None:
+    tokens, pinned = tokens_of(80, seed=4), [(5, 8)]
+    plain, small = (fed(make(case, pinned=pinned), tokens, [40, *[1] * 40]) for make in (Case.make, packed))
+    assert np.isin([5, 6, 7], positions(small)).all()
+    assert np.array_equal(positions(plain), positions(small))
+
+
+@every_static
 @pytest.mark.parametrize("calls", [[80], [1] * 80, [24, 1, 1, 30, 1, 23]], ids=str)
 def test_the_kept_set_does_not_depend_on_the_calls(case: Case, calls: list[int]) -> None:
     tokens = tokens_of(80, seed=3)
@@ -251,4 +259,4 @@ def test_methods_that_read_stored_keys_again_are_refused() -> None:
     with pytest.raises(ValueError, match="renumber=True turns the stored keys"):
         BUILT_IN["streaming_llm"].make(budget=16, renumber=True, rope={"dims": 32, "base": 50.0}, key_bits=8)
     with pytest.raises(ValueError, match="without filters"):
-        BUILT_IN["qfilters"].make(budget=16, value_bits=8)
+        BUILT_IN["qfilters"].make(budget=16, value_bits=8).init(1, 2, 64)

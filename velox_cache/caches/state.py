@@ -1,5 +1,6 @@
 """A cache as the tuple that mlx_lm saves: a JSON header, then arrays, the last of which is their digest."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -15,8 +16,10 @@ from velox_cache.caches.state_checks import check_header, check_leaves, check_ro
 from velox_cache.known_methods import method_named
 from velox_fn.engine.checks import FLOATS
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.pinned import pinned_by_sequence, pinned_ranges
 from velox_fn.engine.quantised import widths_of_method
 from velox_fn.engine.records import arrays, refilled, statics, with_statics
+from velox_fn.engine.store import Ranges
 
 FORMAT_VERSION = 2  # 1: without a digest
 
@@ -54,6 +57,7 @@ def pack_state(method: Eviction, rows: Sequences, true_queries: bool, can_take_b
             "offsets": rows.offsets,
             "batched": rows.batched,
             "lengths": rows.lengths,
+            "pinned": rows.pinned,
             "true_queries": true_queries,
             "can_take_back": can_take_back,
             "record": None if rows.record is None else statics(rows.record),
@@ -71,11 +75,12 @@ def unpack_state(packed: Sequence[Any]) -> tuple[Eviction, Sequences, bool, int]
     n_params = len(header["params"])
     method = _method(header, leaves[:n_params])
     rows = Sequences(
-        record=_record(method, header, leaves[n_params:]),
         offsets=tuple(header["offsets"]),
         batched=header["batched"],
         lengths=None if header["lengths"] is None else tuple(header["lengths"]),
+        pinned=_pinned(header),
     )
+    rows = dataclasses.replace(rows, record=_record(method, header, leaves[n_params:], rows.pinned))
     check_rows(rows, method, header["true_queries"], header["can_take_back"])
     return method, rows, header["true_queries"], header["can_take_back"]
 
@@ -127,7 +132,20 @@ def _method(header: dict[str, Any], params: Sequence[mx.array]) -> Eviction:
         ) from error
 
 
-def _record(method: Eviction, header: dict[str, Any], leaves: Sequence[mx.array]) -> Any | None:
+def _pinned(header: dict[str, Any]) -> tuple[Ranges, ...]:
+    """What the rows have pinned."""
+    given = header["pinned"]
+    try:
+        found = tuple(pinned_ranges(ranges) for ranges in given)
+    except (TypeError, ValueError):
+        found = ()
+    require(len(found) == len(given) in (0, len(header["offsets"])), f"its header has pinned={given}")
+    return found
+
+
+def _record(
+    method: Eviction, header: dict[str, Any], leaves: Sequence[mx.array], pinned: tuple[Ranges, ...]
+) -> Any | None:
     """The method's record, or None for a cache that has seen nothing."""
     fields = header["record"]
     if fields is None:
@@ -142,6 +160,7 @@ def _record(method: Eviction, header: dict[str, Any], leaves: Sequence[mx.array]
     head_dim, value_dim = widths.dims(halves[0], halves[n_keys])
     dtype = next(leaf.dtype for leaf in halves if leaf.dtype in FLOATS)
     empty = method.init(batch, n_kv_heads, head_dim, value_dim, dtype)
+    empty = pinned_by_sequence(empty, pinned * batch if len(pinned) == 1 else pinned)
     empty = with_places(empty, leaves, len(arrays(empty)))
     check_leaves(leaves, empty, fields)
     here = {**fields, "store": {**fields["store"], "metal": empty.store.metal}}  # the machine may be another one

@@ -1,9 +1,9 @@
 """Compare eviction methods on a model of your own: perplexity, fidelity, tasks, attention, and what each keeps.
 
-The full cache runs first; on tasks that it cannot do itself, the methods do not run. Results land in the output folder
-cell by cell. An interrupted run goes on where it stopped, and a later one with more
-methods, budgets, texts or tasks measures only what is new. Beside the cells, the folder gets results.json, results.csv,
-results.md and figures. Under mlx.launch the ranks, each with the whole model, share the measurements out.
+The full cache runs first. On tasks that it cannot do itself, the methods do not run. Each number is stored in the
+output folder as soon as it is measured. So an interrupted run goes on where it stopped, and a later one with more
+methods, budgets, texts or tasks measures only what is new. The folder also gets results.json, results.csv, results.md
+and figures. Under mlx.launch the ranks, each with the whole model, share the measurements out.
 """
 
 import argparse
@@ -167,7 +167,7 @@ def _calibration(
     for filters in calibration.filters:
         digest.update(b"" if filters is None else np.asarray(filters).tobytes())
     for layer in calibration.statistics:
-        if layer is not None and layer.fusion_weights is not None:  # the rest of a file comes with its filters
+        if layer is not None and layer.fusion_weights is not None:  # the other statistics follow from the same text
             digest.update(np.asarray(layer.fusion_weights).tobytes() + repr(calibration.fusion).encode())
     return calibration, digest.hexdigest()[:16]
 

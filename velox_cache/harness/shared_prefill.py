@@ -1,8 +1,8 @@
 """One prefill for many caches.
 
-Eviction is deferred: a block attends to all of itself before any row leaves. So when a prompt goes in as one block, its
-keys, values and queries are the same whatever cache they go to. They are computed once, and each cache then takes them
-in as it would have: what follows equals a prefill of its own in one block.
+A block attends to all of itself before any row leaves. So when a prompt goes in as one block, its keys, values and
+queries are the same for every cache. They are computed once, and each cache then takes them in. The result is that of a
+prefill of its own in one block.
 """
 
 import copy
@@ -30,7 +30,7 @@ class SharedPrefill:
     def into(self, caches: Sequence[Any]) -> list[Any]:
         """Fill fresh caches of one prompt cache with the block; those of other kinds are copies of the model's own.
 
-        Raises ValueError when a cache is not empty, or the block's rows cannot be told for one.
+        Raises ValueError when a cache is not empty, or it cannot be said which of the block's rows are its own.
         """
         calls = {call.layer: call for call in reversed(self.calls)}  # the first of layers that share a cache
         filled = [

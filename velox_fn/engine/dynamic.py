@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn.engine import checks, landing, select
-from velox_fn.engine.attention import Observed
+from velox_fn.engine.attention import Observed, Queries
 from velox_fn.engine.eviction import Eviction, Init, Observation, Shown, StateT
 from velox_fn.engine.half import Half, depending, floats, one_array
 from velox_fn.engine.records import arrays, record
@@ -46,7 +46,7 @@ def dynamic_init(*, budget: int, n_sink: int, recent: int) -> Init[DynamicState]
 
 
 Land = Callable[[Any, Half, Half, mx.array | None], tuple[Any, View]]
-Observe = Callable[[Any, mx.array, float | None, mx.array | None, mx.array | None], Any]
+Observe = Callable[[Any, Queries, float | None, mx.array | None, mx.array | None], Any]
 
 
 def land(state: Any, keys: Half, values: Half, valid: mx.array | None = None) -> tuple[Any, View]:
@@ -56,7 +56,7 @@ def land(state: Any, keys: Half, values: Half, valid: mx.array | None = None) ->
     shape = one_array(keys).shape[:3]
     positions = arriving_positions(store.offset, shape[2], valid)
     none_yet = select.Scores(mx.zeros(shape, mx.float32), unseen=floats(keys, values))
-    ranks = select.arrival_ranks(none_yet, positions, store.n_sink)
+    ranks = select.arrival_ranks(none_yet, positions, store.staying)
     landed, view = landing.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     return dataclasses.replace(state, store=landed), view
 

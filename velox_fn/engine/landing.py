@@ -44,7 +44,7 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
     keys, values = store.widths.stored(block.keys, block.values)
     block = replaced(block, keys=keys, values=values)
     landed = replaced(append(store, block, offset), seen_by_all=seen_by_all)
-    if overwrites(landed, n_tokens):  # the next tokens will: a step that is compiled from here on serves them all
+    if overwrites(landed, n_tokens):  # the next token will. Said now, so that one compiled step serves all from here on
         landed = replaced(landed, ordered=False)
     as_stored = n_tokens == 1 or not store.widths.packed
     if as_stored and store.filled <= store.most_kept:

@@ -76,6 +76,8 @@ def converted(method: Eviction[StateT], state: StateT, widths: Widths) -> StateT
     """
     whole: Any = state
     store: Store = whole.store
+    if store.warm_up:
+        raise ValueError(_NO_FILTERS)
     widths.empty(store.keys, store.values)  # refuses dimensions that groups do not divide
     keys, values = widths.stored(store.keys, store.values)
     after = replaced(store, keys=keys, values=values, widths=widths)
@@ -125,8 +127,6 @@ def _check(method: Eviction) -> None:
             f"{method.name} does not say how it ranks a block as it arrives (`Eviction.arrival`), and cannot once its "
             "rows are quantised; make it with velox_fn.static_eviction, which says so"
         )
-    if method.settings.get("calib_tokens") and not method.params:
-        raise ValueError(_NO_FILTERS)
 
 
 _NO_FILTERS = (

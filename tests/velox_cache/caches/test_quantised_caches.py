@@ -187,6 +187,13 @@ def test_bytes_are_those_of_the_arrays(model: nn.Module) -> None:
     assert caches[0].full_seq_bytes == 2 * 41 * 2 * 32 * 4
 
 
+def test_the_report_counts_rows_as_they_are_stored(model: nn.Module) -> None:
+    report = vc.install(model, "l2norm", budget=24, **MIXED)
+    assert report.footprint is not None
+    assert report.footprint.token_bytes == 2 * 2 * 64 * 4
+    assert report.footprint.most_bytes == 2 * 2 * 24 * (32 + 8 + 16 + 8)
+
+
 def test_sliding_windows_stay_as_the_model_made_them(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model("gemma3_text", **WIDE)
     report = vc.install(model, "l2norm", budget=24, bits=4, group_size=32)
