@@ -66,7 +66,7 @@ def read_at_equal_bytes(
         arms, about = [], []
         for share in shares:
             for name, pair in WIDTHS.items():
-                budget = int(share * len(passage) * plain / row_bytes[name])
+                budget = int(share * (len(passage) - 1) * plain / row_bytes[name])  # the last is not read
                 given = {**(settings or {}), **_widths(pair, group_size), "budget": budget}
                 arms.append(Arm(f"{name} at {share:.4g}", method, given))
                 about.append((name, share, budget))
