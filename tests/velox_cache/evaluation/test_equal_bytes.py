@@ -21,7 +21,7 @@ def model(tiny_model: Callable[..., nn.Module]) -> nn.Module:
 
 
 def test_rows_of_every_width_take_the_same_bytes(model: nn.Module) -> None:
-    found = read_at_equal_bytes(model, [PASSAGE], "l2norm", n_context=84, shares=(1 / 2,), group_size=32)
+    found = read_at_equal_bytes(model, [PASSAGE], "l2norm", n_context=84, shares=(1 / 4,), group_size=32)
     numbers, scales = 2 * 2 * 64, 2 * 2 * 2  # of a token's keys, and of its values: layers, heads, numbers and groups
     expected = {
         "as they came": numbers * 2 * 2,
@@ -31,8 +31,8 @@ def test_rows_of_every_width_take_the_same_bytes(model: nn.Module) -> None:
     }
     assert {one.widths: one.row_bytes for one in found} == expected
     for one in found:
-        assert one.budget == int(47.5 * expected["as they came"] / one.row_bytes)
-        assert one.full_bytes / 2 - one.row_bytes < one.kept_bytes <= one.full_bytes / 2
+        assert one.budget == int(23.75 * expected["as they came"] / one.row_bytes)
+        assert one.full_bytes / 4 - one.row_bytes < one.kept_bytes <= one.full_bytes / 4
         assert one.step_bytes == (one.budget + 1) * one.row_bytes
     assert len(found) == len(WIDTHS)
 
