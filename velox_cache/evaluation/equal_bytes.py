@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.calibration.artifact import Calibration
@@ -48,6 +49,7 @@ def read_at_equal_bytes(
     calibration: Calibration | None = None,
     shares: Sequence[float] = SHARES,
     group_size: int = 64,
+    dtype: mx.Dtype = mx.bfloat16,
     advance: Callable[[int], object] = lambda n_tokens: None,
 ) -> list[EqualBytesReading]:
     """Read each passage under `method` in as many rows of each width as have the same bytes.
@@ -55,10 +57,12 @@ def read_at_equal_bytes(
     The context is read at once and evicted from, the rest goes in token by token. Bytes are those of keys and values
     as they are stored, scales and biases included; what a method holds beside its rows, such as filters, is not counted
     into `budget`. Raises ValueError as `install` does, also where a share leaves too few rows.
+
+    dtype: that rows come in. The model computes in its own, since a CPU has no fast 16-bit products.
     """
     found = []
     row_bytes = {
-        name: _row_bytes(model, method, _widths(pair, group_size), settings, calibration)
+        name: _row_bytes(model, method, _widths(pair, group_size), settings, calibration, dtype)
         for name, pair in WIDTHS.items()
     }
     plain = row_bytes["as they came"]
@@ -71,7 +75,7 @@ def read_at_equal_bytes(
                 arms.append(Arm(f"{name} at {share:.4g}", method, given))
                 about.append((name, share, budget))
         makers = [cache_maker(model, arm, calibration) for arm in (FULL, *arms)]
-        full, *readings = read_arms(model, passage, makers, n_context=n_context, advance=advance)
+        full, *readings = read_arms(model, passage, makers, n_context=n_context, dtype=dtype, advance=advance)
         for (name, share, budget), reading in zip(about, readings, strict=True):
             found.append(
                 EqualBytesReading(
@@ -104,8 +108,9 @@ def _row_bytes(
     widths: Mapping[str, Any],
     settings: Mapping[str, Any] | None,
     calibration: Calibration | None,
+    dtype: mx.Dtype,
 ) -> float:
     """Bytes of one token in all bounded layers: counted in caches that have seen a few, at two lengths."""
     make = cache_maker(model, Arm("", method, {**(settings or {}), **widths, "budget": 64}), calibration)
-    sizes = [cache_usage(shared_prefill(model, list(range(n))).into(make())).kept_bytes for n in (2, 4)]
+    sizes = [cache_usage(shared_prefill(model, list(range(n))).in_dtype(dtype).into(make())).kept_bytes for n in (2, 4)]
     return (sizes[1] - sizes[0]) / 2

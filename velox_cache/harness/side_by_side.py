@@ -116,11 +116,16 @@ def _keys_shown(cache: Any) -> int:
 
 
 def _view(cache: Any, key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
-    """What the cache shows to one token; quantised rows read back, since others in the batch may have other widths."""
+    """What the cache shows to one token, in the model's dtype. Quantised rows are read back: widths may differ."""
+    dtype = key.dtype
+    if (
+        isinstance(cache, KVCache) and cache.keys is not None and cache.values is not None
+    ):  # it would go on in the wider of two dtypes
+        key, value = key.astype(cache.keys.dtype), value.astype(cache.values.dtype)
     keys, values = cache.update_and_fetch(key, value)
     if isinstance(cache, EvictingKVCache) and cache.record is not None:
-        return dequantised(cache.record, (keys, values))
-    return keys, values
+        keys, values = dequantised(cache.record, (keys, values))
+    return keys.astype(dtype), values.astype(dtype)
 
 
 def _padded(rows: mx.array, length: int) -> mx.array:

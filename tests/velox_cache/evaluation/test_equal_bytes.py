@@ -21,7 +21,9 @@ def model(tiny_model: Callable[..., nn.Module]) -> nn.Module:
 
 
 def test_rows_of_every_width_take_the_same_bytes(model: nn.Module) -> None:
-    found = read_at_equal_bytes(model, [PASSAGE], "l2norm", n_context=84, shares=(1 / 4,), group_size=32)
+    found = read_at_equal_bytes(
+        model, [PASSAGE], "l2norm", n_context=84, shares=(1 / 4,), group_size=32, dtype=mx.float16
+    )
     numbers, scales = 2 * 2 * 64, 2 * 2 * 2  # of a token's keys, and of its values: layers, heads, numbers and groups
     expected = {
         "as they came": numbers * 2 * 2,
@@ -38,7 +40,8 @@ def test_rows_of_every_width_take_the_same_bytes(model: nn.Module) -> None:
 
 
 def test_a_reading_is_that_of_a_model_with_these_rows_installed(model: nn.Module) -> None:
-    found = read_at_equal_bytes(model, [PASSAGE], "l2norm", n_context=84, shares=(1 / 4,), settings={"recent": 8})
+    asked = {"n_context": 84, "shares": (1 / 4,), "settings": {"recent": 8}, "dtype": mx.float16}
+    found = read_at_equal_bytes(model, [PASSAGE], "l2norm", **asked)
     for one in found:
         key_bits, value_bits = WIDTHS[one.widths]
         install(model, "l2norm", budget=one.budget, recent=8, key_bits=key_bits, value_bits=value_bits)
@@ -47,3 +50,9 @@ def test_a_reading_is_that_of_a_model_with_these_rows_installed(model: nn.Module
         assert reading.usage.kept_bytes == one.kept_bytes
         losses = -mx.take_along_axis(reading.logprobs, reading.targets[:, None], axis=1)
         assert mx.exp(losses.mean()).item() == pytest.approx(one.perplexity, rel=2e-2)
+
+
+def test_rows_are_rounded_where_the_model_computes_in_another_dtype(tiny_model: Callable[..., nn.Module]) -> None:
+    wide = read_at_equal_bytes(tiny_model(head_dim=64), [PASSAGE], "l2norm", n_context=84, shares=(1 / 4,))
+    assert {one.widths: one.row_bytes for one in wide}["as they came"] == 2 * 2 * 2 * 64 * 2
+    assert {one.full_bytes for one in wide} == {95 * 2 * 2 * 2 * 64 * 2}
