@@ -85,7 +85,7 @@ def test_pinned_rows_stay_as_they_do_unquantised(case: Case) -> None:
 
 
 @every_static
-@pytest.mark.parametrize("calls", [[80], [1] * 80, [24, 1, 1, 30, 1, 23]], ids=str)
+@pytest.mark.parametrize("calls", [[80], [1] * 80, [24, 1, 1, 30, 1, 23]], ids=["block", "tokens", "mixed"])
 def test_the_kept_set_does_not_depend_on_the_calls(case: Case, calls: list[int]) -> None:
     tokens = tokens_of(80, seed=3)
     assert np.array_equal(positions(fed(case.make(), tokens, [80])), positions(fed(packed(case), tokens, calls)))
@@ -163,6 +163,19 @@ def test_padding_is_neither_kept_nor_scored(case: Case) -> None:
 )
 def test_the_laws_hold(case: Case, law: str) -> None:
     LAWS[law](packed(case), LAYER)
+
+
+@every_method
+@pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
+def test_a_row_that_is_not_finite_leaves_at_its_boundary(case: Case, half: int) -> None:
+    if case.arguments.get("rollback"):
+        return
+    tokens = [np.array(part) for part in tokens_of(64, seed=6)]
+    tokens[half][:, :, [9, 12], 3] = [np.nan, np.inf]
+    keys, values, queries = map(mx.array, tokens)
+    state = fed(packed(case, interval=8), (keys, values, queries), [8] * 8)
+    assert not np.isin(positions(state), [9, 12]).any()
+    assert all(mx.isfinite(kept).all().item() for kept in kv(state))
 
 
 @every_method
