@@ -7,7 +7,7 @@ from velox_cache.cli.method_arguments import method_settings
 
 
 def settings_of(*options: str) -> dict[str, object]:
-    return method_settings(argument_parser().parse_args(["generate", "MODEL", "--prompt", "x", *options]))
+    return method_settings(argument_parser("generate").parse_args(["generate", "MODEL", "--prompt", "x", *options]))
 
 
 def test_one_option_stands_for_keys_and_values() -> None:
