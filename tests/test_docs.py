@@ -42,6 +42,10 @@ def test_the_loop_of_ones_own_runs():
     assert run_blocks("own-loop.md")["caches"]
 
 
+def test_the_loop_over_quantised_rows_runs():
+    exec(compile(blocks("quantised.md", "python")[-1], "quantised.md", "exec"), {})
+
+
 @pytest.mark.real_model
 def test_the_first_page_runs(smollm2_path):
     names = run_blocks("index.md")

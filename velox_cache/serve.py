@@ -131,11 +131,11 @@ def _standing_in(options: list[str], parts: Mapping[str, Callable[..., Any]]) ->
 
 
 def _warn_of_quantised_rows(cli_args: argparse.Namespace) -> None:
-    """Say at the start what mlx_lm's --kv-bits does here: nothing to the rows, and a great deal to the speed."""
+    """Say at the start what mlx_lm's own --kv-bits does: it quantises rows, and ends batching."""
     if cli_args.kv_bits is not None:
         logging.warning(
-            f"--kv-bits {cli_args.kv_bits}: mlx_lm quantises none of the evicting caches' rows, and for it serves "
-            "requests one at a time; drop --kv-bits, and lower the budget to save memory"
+            f"--kv-bits {cli_args.kv_bits} among mlx_lm's options: with it mlx_lm serves one request at a time; give "
+            "it before --server-options, or bits= to install, to serve quantised rows in batches"
         )
 
 

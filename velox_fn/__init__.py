@@ -18,6 +18,8 @@ from velox_fn.engine.eviction import Eviction, State, kept_bytes, kept_positions
 from velox_fn.engine.fused_evict import fused_evict
 from velox_fn.engine.interval import at_intervals, interval_parts
 from velox_fn.engine.pinned import pinned_state, pinning
+from velox_fn.engine.quantised import dequantised, quantised
+from velox_fn.engine.quantised_attention import attend
 from velox_fn.engine.records import arrays, record, replaced, with_arrays
 from velox_fn.engine.rope import RopeSpec, rope_remap_positions
 from velox_fn.engine.scorers import SCORERS, StaticScorer
@@ -61,6 +63,7 @@ __all__ = [
     "all_methods",
     "arrays",
     "at_intervals",
+    "attend",
     "attention_mass",
     "average_gqa_filters",
     "compiled",
@@ -70,6 +73,7 @@ __all__ = [
     "curdkv_init",
     "curdkv_step",
     "curdkv_update",
+    "dequantised",
     "dynamic_eviction",
     "dynamic_init",
     "estimate_filter_dir",
@@ -92,6 +96,7 @@ __all__ = [
     "qfilters",
     "qfilters_init",
     "qfilters_update",
+    "quantised",
     "query_gram_filters",
     "query_gram_init",
     "query_gram_merge",

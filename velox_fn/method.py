@@ -11,10 +11,11 @@ from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.pinned import pinning
+from velox_fn.engine.quantised import NO_WIDTHS, quantised
 
 ROPES = (None, "to renumber", "when read")
 PLACES = ("layer", "first_head")
-_OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, "pinned": ()})
+_OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, "pinned": (), **NO_WIDTHS})
 """Settings that are added to a factory that does not take them, with their defaults."""
 
 
@@ -108,8 +109,8 @@ class Method:
         return MappingProxyType({**own, **{name: own.get(name, default) for name, default in _OF_EVERY_METHOD.items()}})
 
     def make(self, **arguments: Any) -> Eviction:
-        """The Eviction with these arguments. `interval` and `pinned` may be among them also where the factory does not
-        take them.
+        """The Eviction with these arguments. Those of every method (`interval`, `pinned`, `key_bits`, `value_bits`,
+        `group_size`) may be among them also where the factory does not take them.
 
         Raises:
             ValueError: as the factory does; or what it returns cannot be made anew from its name and settings, as
@@ -132,6 +133,7 @@ class Method:
             made = pinning(made, added["pinned"])
         if "interval" in added:
             made = at_intervals(made, added["interval"])
+        made = quantised(made, **{name: value for name, value in added.items() if name in NO_WIDTHS})
         unknown = [name for name in (*made.settings, *made.params) if name not in (*self.defaults, *added)]
         if unknown:
             raise ValueError(

@@ -17,7 +17,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tiny_folder(folder: Path, chat_template: str = CHAT_TEMPLATE, further: Sequence[str] = ()) -> Path:
+def write_tiny_folder(
+    folder: Path, chat_template: str = CHAT_TEMPLATE, further: Sequence[str] = (), head_dim: int = SIZES["head_dim"]
+) -> Path:
     """Write the files of the model into `folder`. further: tokens beside one per byte and END."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
@@ -31,7 +33,7 @@ def write_tiny_folder(folder: Path, chat_template: str = CHAT_TEMPLATE, further:
     config = (
         {"model_type": "llama"}
         | SIZES
-        | {"vocab_size": len(alphabet) + 1 + len(further), "eos_token_id": len(alphabet)}
+        | {"vocab_size": len(alphabet) + 1 + len(further), "eos_token_id": len(alphabet), "head_dim": head_dim}
     )
     (folder / "config.json").write_text(json.dumps(config))
     mx.random.seed(0)

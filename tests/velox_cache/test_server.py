@@ -172,14 +172,25 @@ def test_sequential_server_answers_alike(sequential: Server, computed_alone: Cal
         assert list(pool.map(sequential.text, prompts)) == [computed_alone(prompt) for prompt in prompts]
 
 
-def test_sequential_server_warns_of_kv_bits_once(sequential: Server) -> None:
-    sequential.text(words(70, 2))
-    assert sequential.log.read_text().count("kv_bits has no effect") == 1
-
-
 def test_server_says_at_the_start_what_kv_bits_do(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "log.txt", *CACHE, "--server-options", "--kv-bits", "8") as started:
-        assert "--kv-bits 8: mlx_lm quantises none of the evicting caches' rows" in started.log.read_text()
+        assert (
+            "--kv-bits 8 among mlx_lm's options: with it mlx_lm serves one request at a time" in started.log.read_text()
+        )
+
+
+def test_quantised_rows_are_served(tmp_path: Path) -> None:
+    wide = write_tiny_folder(tmp_path, head_dim=32)
+    options = ["--method", "l2norm", "--budget", str(BUDGET), "--key-bits", "8", "--value-bits", "4"]
+    with running(wide, tmp_path / "log.txt", *options, "--kv-group-size", "32") as started:
+        with ThreadPoolExecutor(3) as pool:
+            replies = list(pool.map(started.complete, [words(length, 30 + length) for length in (60, 9, 100)]))
+        # How near ties fall depends on how a prompt is cut, since a block attends to itself in full precision.
+        assert all(reply.usage.completion_tokens > 0 for reply in replies)
+        log = started.log.read_text()
+    assert "key_bits=8, value_bits=4, group_size=32" in log
+    assert "one request at a time" not in log
+    assert "failed" not in log
 
 
 @pytest.mark.parametrize("kind", ["server", "sequential"])

@@ -26,9 +26,11 @@ def kept_bytes(held: Sequences) -> int:
 
 
 def full_sequence_bytes(held: Sequences) -> int:
-    """Bytes that the rows of all tokens seen would take."""
+    """Bytes that the rows of all tokens seen would take as they came, not quantised."""
     if held.record is None:
         return 0
-    keys, values, offsets = held.store.keys, held.store.values, held.offsets
-    row = keys.shape[1] * (keys.shape[3] * keys.itemsize + values.shape[3] * values.itemsize)
-    return row * (sum(offsets) if held.batched else offsets[0] * keys.shape[0])
+    store, offsets = held.store, held.offsets
+    batch, n_kv_heads = store.ranks.shape[:2]
+    key_dtype, value_dtype = store.dtypes
+    row = n_kv_heads * (store.head_dim * key_dtype.size + store.value_dim * value_dtype.size)
+    return row * (sum(offsets) if held.batched else offsets[0] * batch)

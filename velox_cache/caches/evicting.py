@@ -1,10 +1,10 @@
 """The one adapter between a method of velox_fn and mlx_lm's cache protocol."""
 
 import contextlib
+import copy
 import dataclasses
-import warnings
-from collections.abc import Sequence
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import mlx.core as mx
 
@@ -12,12 +12,16 @@ from velox_cache.caches import accounting
 from velox_cache.caches.masks import causal_array, ragged_mask
 from velox_cache.caches.rows_read import queries_over
 from velox_cache.caches.sequences import Sequences, extracted, merged, selected
+from velox_cache.caches.snapshots import Snapshots
 from velox_cache.caches.state import pack_state, same_method, unpack_state
 from velox_cache.caches.trimming import Past, has_evicted, interval_of, rollback_of
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction, State, check_state
+from velox_fn.engine.half import Half, Widths, cut
 from velox_fn.engine.interval import interval_parts
 from velox_fn.engine.pinned import Pinned, check_room, pinned_by_sequence, pinned_ranges
+from velox_fn.engine.quantised import converted, quantised, widths_of_method
+from velox_fn.engine.quantised_attention import quantised_attention
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 from velox_fn.engine.store import Ranges
@@ -73,7 +77,8 @@ class EvictingKVCache:
             record = self._empty_record(keys, values)
         else:
             record = rows.record
-            keys, values = keys.astype(record.store.keys.dtype), values.astype(record.store.values.dtype)
+            key_dtype, value_dtype = record.store.dtypes
+            keys, values = keys.astype(key_dtype), values.astype(value_dtype)
         if rows.batched and keys.shape[0] != len(rows.offsets):
             raise ValueError(f"this cache holds a batch of {len(rows.offsets)} sequences, got keys for {keys.shape[0]}")
         if rows.batched and rollback_of(self._method) and record.store.warming_up:
@@ -120,7 +125,7 @@ class EvictingKVCache:
         """
         if self._unobserved is None or self._view is None or self._method.observation is None:
             return output
-        over = queries_over(self._view, queries, keys, values, mask)
+        over = queries_over(self._view, self._widths, queries, keys, values, mask)
         if over is None:
             return output
         if others:
@@ -148,10 +153,51 @@ class EvictingKVCache:
                 "the view of the last call is gone, since the cache's state was read or changed, and some of its rows "
                 "were evicted; read it between update_and_fetch and that"
             )
-        return store.keys[:, :, : store.filled], store.values[:, :, : store.filled]
+        return cut(store.keys, 0, store.filled), cut(store.values, 0, store.filled)
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: Half,
+        values: Half,
+        scale: float,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+        **others: Any,
+    ) -> mx.array:
+        """Attention over a view that shows quantised rows, in place of mlx_lm's, which knows one width and no sinks.
+
+        The query tap calls it. Raises ValueError for any other argument that is not None.
+        """
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"this model's attention takes {', '.join(map(repr, given))}, which attention over quantised rows does "
+                "not know; install without key_bits and value_bits"
+            )
+        return quantised_attention(self._widths, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
     @property
-    def keys(self) -> mx.array | None:
+    def bits(self) -> int:
+        """Bits of the rows that the last view shows quantised, where keys and values have one width; absent otherwise.
+
+        mlx_lm's attention looks for it and then reads the view by itself, so that no query tap is needed.
+        """
+        widths = self._widths
+        packed = self._view is not None and isinstance(self._view[0], tuple)
+        if not packed or widths.key_bits is None or widths.key_bits != widths.value_bits:
+            raise AttributeError("the last view shows no rows that are quantised in one width")
+        return widths.key_bits
+
+    @property
+    def group_size(self) -> int:
+        """Numbers of a quantised row that share a scale; absent where rows stay as they came."""
+        if not self._widths.packed:
+            raise AttributeError("the rows of this cache are not quantised")
+        return self._widths.group_size
+
+    @property
+    def keys(self) -> Half | None:
         """The keys as they lie in memory; None before the first token.
 
         Models in a pipeline tie what they send to the next rank to it (`cache[-1].keys = mx.depends(...)`).
@@ -159,7 +205,7 @@ class EvictingKVCache:
         return None if self._rows.record is None else self._rows.store.keys
 
     @keys.setter
-    def keys(self, keys: mx.array) -> None:
+    def keys(self, keys: Half) -> None:
         self._rows = self._rows.with_store(dataclasses.replace(self._rows.store, keys=keys))
 
     @property
@@ -286,14 +332,15 @@ class EvictingKVCache:
         return n
 
     @property
-    def to_quantized(self) -> NoReturn:
-        """Absent, which is what mlx_lm's `kv_bits` looks for: it quantises caches that have this method."""
-        warnings.warn(
-            "kv_bits has no effect on evicting caches: their rows stay in the model's dtype. Lower the budget to save "
-            "memory, or drop kv_bits",
-            stacklevel=2,
-        )
-        raise AttributeError("evicting caches cannot be quantised")
+    def to_quantized(self) -> Callable[..., "EvictingKVCache"]:
+        """(group_size=64, bits=4) -> a cache that goes on from here with quantised rows. mlx_lm's `kv_bits` calls it.
+
+        The rows are quantised once, and so are those that come. Absent where they are so already. Raises ValueError
+        where the method cannot work on quantised rows, or the group does not divide their width.
+        """
+        if self._widths.packed:
+            raise AttributeError("the rows of this cache are quantised already")
+        return self._to_quantized
 
     @classmethod
     def merge(cls, caches: Sequence["EvictingKVCache"]) -> Self:
@@ -419,6 +466,21 @@ class EvictingKVCache:
         EvictingKVCache.__init__(cache, method, true_queries=true_queries, snapshots=snapshots)
         return cache
 
+    @property
+    def _widths(self) -> Widths:
+        return widths_of_method(self._method)
+
+    def _to_quantized(self, group_size: int = 64, bits: int = 4) -> "EvictingKVCache":
+        method = quantised(self._method, key_bits=bits, value_bits=bits, group_size=group_size)
+        self._finish_rows()
+        cache = copy.copy(self)
+        cache._method, cache._past = method, dataclasses.replace(self._past, method=method)
+        cache._past = dataclasses.replace(cache._past, snapshots=Snapshots(self._past.snapshots.most))
+        if self._rows.record is not None:
+            record = converted(self._method, self._rows.record, widths_of_method(method))
+            cache._rows = dataclasses.replace(self._rows, record=record)
+        return cache
+
     def _empty_record(self, keys: mx.array, values: mx.array) -> Any:
         record = self._method.init(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         check_state(record, self._method.name, keys.shape[0])
@@ -442,7 +504,7 @@ class EvictingKVCache:
         """
         if self._view is not None:
             with contextlib.suppress(ValueError):  # inside a graph transformation, where nothing may be evaluated
-                mx.async_eval(*self._view)  # type: ignore[no-untyped-call]
+                mx.async_eval(*arrays(self._view))  # type: ignore[no-untyped-call]
 
     def _finish_rows(self) -> None:
         """Make up for what an update puts off, for callers that need every row's rank. Raises as below."""

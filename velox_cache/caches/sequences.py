@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from velox_fn.engine import batch, checks
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.half import as_dtype
 from velox_fn.engine.pinned import pinned_by_sequence
 from velox_fn.engine.store import Ranges, Store
 
@@ -111,14 +112,15 @@ def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
     if not filled:
         return together
     like = filled[0].store
-    n_kv_heads, head_dim, value_dim = like.keys.shape[1], like.keys.shape[3], like.values.shape[3]
+    key_dtype, value_dtype = like.dtypes
 
     def empty(part: Sequences) -> Any:
-        record = method.init(len(part.offsets), n_kv_heads, head_dim, value_dim, like.keys.dtype)
+        n_sequences, n_kv_heads = len(part.offsets), like.ranks.shape[1]
+        record = method.init(n_sequences, n_kv_heads, like.head_dim, like.value_dim, key_dtype)
         return pinned_by_sequence(record, part.pinned_of_each)
 
     def alike(record: Any) -> Any:
-        keys, values = record.store.keys.astype(like.keys.dtype), record.store.values.astype(like.values.dtype)
+        keys, values = as_dtype(record.store.keys, key_dtype), as_dtype(record.store.values, value_dtype)
         return replace(record, store=replace(record.store, keys=keys, values=values))
 
     records = [alike(empty(part) if part.record is None else part.record) for part in parts]

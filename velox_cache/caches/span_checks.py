@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from velox_fn.engine.records import arrays
 from velox_fn.engine.select import rank_positions
 from velox_fn.engine.slots import span_of
 from velox_fn.engine.store import Store
@@ -17,8 +18,8 @@ def with_places(empty: Any, leaves: Sequence[mx.array], n_begun: int) -> Any:
     span, more = empty.store.span, len(leaves) - n_begun
     if span is None or more not in (1, 2):
         return empty
-    batch = empty.store.keys.shape[0]
-    first = 4  # after keys, values, ranks and offset
+    batch = empty.store.ranks.shape[0]
+    first = len(arrays((empty.store.keys, empty.store.values))) + 2  # after ranks and offset
     shapes = [(batch, *leaf.shape[1:]) for leaf in leaves[first : first + more]]
     places = tuple(
         mx.zeros(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves[first : first + more], strict=True)
@@ -36,7 +37,8 @@ def spans_alike(rows: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     counts = ("kept", "since", "seen")
     return (
         isinstance(one, dict)
-        and {*one, "queries"} == {*other, "queries"}
+        and {*one, "queries", "ranks"} == {*other, "queries", "ranks"}
+        and all(one.get(name, []) == [] for name in ("queries", "ranks"))  # what they hold is among the arrays
         and one["interval"] == other["interval"]
         and isinstance(one["ragged"], bool)
         and isinstance(one["settled"], int)
@@ -53,9 +55,9 @@ def span_contradiction(store: Store, seen: Sequence[int]) -> str | None:
         return f"{counted}, its arrays {list(seen)}"
     alike = len(set(span.since)) == 1 and set(span.kept) == {span.settled}
     used = span.interval if span.ragged else span.since[0]
-    fits = store.filled == span.settled + used <= store.keys.shape[2] and (span.ragged or alike)
+    fits = store.filled == span.settled + used <= store.capacity and (span.ragged or alike)
     if not fits or max(span.since) > span.interval or max(span.kept) > span.settled:
-        return f"{counted} for filled={store.filled} of {store.keys.shape[2]}"
+        return f"{counted} for filled={store.filled} of {store.capacity}"
     positions = np.array(rank_positions(store.ranks))
     for b, (kept, boundary) in enumerate(zip(span.kept, span.boundaries, strict=True)):
         real, padding = np.split(positions[b], [kept], axis=-1)

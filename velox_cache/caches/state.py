@@ -14,8 +14,10 @@ from velox_cache.caches.sequences import Sequences
 from velox_cache.caches.span_checks import with_places
 from velox_cache.caches.state_checks import check_header, check_leaves, check_rows, require
 from velox_cache.known_methods import method_named
+from velox_fn.engine.checks import FLOATS
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.pinned import pinned_by_sequence, pinned_ranges
+from velox_fn.engine.quantised import widths_of_method
 from velox_fn.engine.records import arrays, refilled, statics, with_statics
 from velox_fn.engine.store import Ranges
 
@@ -149,12 +151,15 @@ def _record(
     if fields is None:
         require(not leaves, "it has arrays of rows, of which its header says that there are none")
         return None
-    require(
-        len(leaves) >= 2 and all(leaf.ndim == 4 for leaf in leaves[:2]), "it lacks keys and values of four dimensions"
-    )
-    keys, values = leaves[:2]
-    batch, n_kv_heads, _, head_dim = keys.shape
-    empty = method.init(batch, n_kv_heads, head_dim, values.shape[-1], keys.dtype)
+    widths = widths_of_method(method)
+    n_keys, n_values = widths.n_arrays
+    halves = leaves[: n_keys + n_values]
+    whole = len(halves) == n_keys + n_values and all(leaf.ndim == 4 for leaf in halves)
+    require(whole and any(leaf.dtype in FLOATS for leaf in halves), "it lacks keys and values of four dimensions")
+    batch, n_kv_heads = halves[0].shape[:2]
+    head_dim, value_dim = widths.dims(halves[0], halves[n_keys])
+    dtype = next(leaf.dtype for leaf in halves if leaf.dtype in FLOATS)
+    empty = method.init(batch, n_kv_heads, head_dim, value_dim, dtype)
     empty = pinned_by_sequence(empty, pinned * batch if len(pinned) == 1 else pinned)
     empty = with_places(empty, leaves, len(arrays(empty)))
     check_leaves(leaves, empty, fields)

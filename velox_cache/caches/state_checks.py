@@ -16,7 +16,7 @@ from velox_fn.engine.records import arrays, statics
 from velox_fn.engine.select import rank_positions
 from velox_fn.engine.store import Store
 
-_SETTLED = ("budget", "n_sink", "recent", "rollback", "pinned")  # what a store takes from its method's settings
+_SETTLED = ("budget", "n_sink", "recent", "rollback", "pinned", "widths")  # what a store takes from its method
 _COUNTED = ("filled", "seen_by_all", "warm_up", "unscored")
 
 
@@ -61,13 +61,15 @@ def check_leaves(leaves: Sequence[mx.array], empty: Any, fields: Mapping[str, An
     require(rows["warm_up"] in (0, here["warm_up"]), f"its header has warm_up={rows['warm_up']}")
     begun = arrays(empty)
     require(len(leaves) == len(begun), f"it has {len(leaves)} arrays where its method has {len(begun)}")
-    n_rows, row_arrays = leaves[0].shape[2], 3  # keys, values and ranks
+    n_halves = len(arrays((empty.store.keys, empty.store.values)))
+    n_rows, row_arrays = leaves[0].shape[2], n_halves + 1  # keys, values and ranks
     ranked = n_rows if rows["span"] is None else rows["span"]["settled"]
     for i, (leaf, like) in enumerate(zip(leaves, begun, strict=True)):
         shape = like.shape
         if i < row_arrays:
-            shape = (*like.shape[:2], ranked if i == 2 else n_rows, *like.shape[3:])
-        dtypes = FLOATS if i < 2 else (like.dtype,)  # values may have another than keys
+            shape = (*like.shape[:2], ranked if i == n_halves else n_rows, *like.shape[3:])
+        # Values may have another than keys.
+        dtypes = FLOATS if i < n_halves and like.dtype in FLOATS else (like.dtype,)
         given = f"{leaf.dtype} {tuple(leaf.shape)}"
         require(
             leaf.shape == shape and leaf.dtype in dtypes, f"it has {given} where its rows need {shape} {dtypes[-1]}"
@@ -93,7 +95,7 @@ def check_rows(rows: Sequences, method: Eviction, true_queries: bool, can_take_b
         contradiction = span_contradiction(store, seen)
         require(contradiction is None, str(contradiction))
         return
-    room = min(store.keys.shape[2], store.limit + 1)
+    room = min(store.capacity, store.limit + 1)
     require(store.filled <= room, f"its header has filled={store.filled} where there is room for {room} rows")
     require(store.unscored <= store.filled, f"its header has unscored={store.unscored} of {store.filled} rows")
     whole = store.ordered and store.filled == store.seen_by_all

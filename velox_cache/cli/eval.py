@@ -21,7 +21,8 @@ EXAMPLES = f"""examples:
   velox eval prefill --method qfilters --budget 512
   velox eval intervals smollm2-135m --method fusion --budget 512 --context 1024 --calibration calibration.npz
   velox eval agent-session smollm2-135m --method l2norm --budget 384 --set interval=128
-  velox eval memory smollm2-135m --method streaming_llm --budget 512
+  velox eval quantised smollm2-135m --method l2norm --context 1024
+  velox eval memory smollm2-135m --method streaming_llm --budget 512 --kv-bits 4
   velox eval synthetic qfilters
   velox eval synthetic curdkv
   velox eval curdkv smollm2-135m --budget 256 --context 768 --calibration calibration.npz
@@ -44,12 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind.add_argument("--budget", type=int, default=256, metavar="N", help="rows kept (default: 256)")
             add_calibration_argument(kind, "what `velox calibrate` made, for the Q-Filters arm")
             kind.add_argument("--by-token", action="store_true", help="also score token by token; slow")
-        if name == "intervals":
+        if name in ("intervals", "quantised"):
             kind.add_argument("--passages", type=int, default=4, metavar="N", help="of the text (default: 4)")
+        if name == "intervals":
             kind.add_argument(
                 "--share", type=float, metavar="X", help="recent part of the budget (default: that of install)"
             )
-        if name in ("perplexity", "fidelity", "recency", "curdkv", "intervals"):
+        if name in ("perplexity", "fidelity", "recency", "curdkv", "intervals", "quantised"):
             kind.add_argument("--scored", type=int, default=96, metavar="N", help="tokens predicted (default: 96)")
         if name == "agent-session":
             kind.set_defaults(context=2000)
@@ -103,6 +105,7 @@ _KINDS: Mapping[str, tuple[str, bool, bool]] = MappingProxyType(
             True,
             True,
         ),
+        "quantised": ("rows of several widths, at equal bytes", True, True),
         "memory": ("bytes and peak memory against the full cache", True, True),
         "curdkv": ("CurDKV's variants next to Q-Filters and H2O: true queries or keys, blocks or tokens", True, False),
         "synthetic": ("made-up keys of known geometry; needs no model", False, False),
@@ -120,6 +123,7 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
         "intervals": eval_readings.intervals,
         "saved-intervals": eval_readings.saved_intervals,
         "agent-session": eval_costs.agent_session,
+        "quantised": eval_readings.quantised,
         "memory": eval_costs.memory,
         "curdkv": eval_readings.curdkv,
         "synthetic": _synthetic,

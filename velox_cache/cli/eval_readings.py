@@ -84,6 +84,49 @@ def saved_intervals(arguments: argparse.Namespace) -> Result:
     return rows, rows
 
 
+def quantised(arguments: argparse.Namespace) -> Result:
+    import numpy as np
+
+    from velox_cache import load_calibration
+    from velox_cache.evaluation.equal_bytes import SHARES, WIDTHS, read_at_equal_bytes
+    from velox_cache.harness.texts import passages, text_named
+
+    settings = method_settings(arguments)
+    group_size = settings.pop("group_size", 64)
+    given = [name for name in ("budget", "key_bits", "value_bits") if name in settings]
+    if given:
+        raise ValueError(f"{' and '.join(given)} cannot be given: all widths are read, in rows of equal bytes")
+    model, tokenizer = load_model(arguments.model)
+    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
+    tokens = list(tokenizer.encode(text_named(arguments.text)))
+    found = read_at_equal_bytes(
+        model,
+        passages(tokens, arguments.context + arguments.scored, arguments.passages),
+        arguments.method,
+        n_context=arguments.context,
+        settings=settings,
+        calibration=calibration,
+        group_size=group_size,
+    )
+    rows: Records = []
+    for share in SHARES:
+        for widths in WIDTHS:
+            those = [one for one in found if (one.share, one.widths) == (share, widths)]
+            rows.append(
+                {
+                    "bytes of the full cache": f"1/{round(1 / share)}",
+                    "rows stored": widths,
+                    "rows": those[0].budget,
+                    "kept MiB": those[0].kept_bytes / 2**20,
+                    "KL to full": float(np.mean([one.kl_divergence for one in those])),
+                    "perplexity": float(np.exp(np.mean(np.log([one.perplexity for one in those])))),
+                    "same next token": float(np.mean([one.agreement for one in those])),
+                    "MiB read in a step": those[0].step_bytes / 2**20,
+                }
+            )
+    return [vars(one) for one in found], rows
+
+
 def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:
     from velox_cache import load_calibration
     from velox_cache.harness.arm_readings import read_arms

@@ -27,7 +27,7 @@ METHOD_EXAMPLES = """settings:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """--method, --budget, --recent, --n-sink, --pinned, --set, --calibration, --queries."""
+    """--method, --budget, --recent, --n-sink, --pinned, the widths of stored rows, --set, --calibration, --queries."""
     group = parser.add_argument_group("cache")
     group.add_argument(
         "--method",
@@ -48,6 +48,20 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="START:STOP",
         help="positions that always stay, such as 0:120 for a system prompt; may be given several times",
+    )
+    group.add_argument(
+        "--kv-bits",
+        type=int,
+        metavar="B",
+        help="bits of stored keys and values: 2, 3, 4, 5, 6 or 8",
+    )
+    group.add_argument("--key-bits", type=int, metavar="B", help="the same for keys alone")
+    group.add_argument("--value-bits", type=int, metavar="B", help="and for values alone")
+    group.add_argument(
+        "--kv-group-size",
+        type=int,
+        metavar="G",
+        help="numbers that share a scale: 32, 64, 128 (default: 64)",
     )
     group.add_argument(
         "--set",
@@ -76,8 +90,15 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
 
 def method_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings that were given, by name: what `velox_cache.install` takes as keywords."""
-    common = {name: getattr(arguments, name) for name in ("budget", "recent", "n_sink", "pinned")}
+    names = ("budget", "recent", "n_sink", "pinned", "key_bits", "value_bits")
+    common = {name: getattr(arguments, name) for name in names}
+    common["group_size"] = arguments.kv_group_size
     given = {name: value for name, value in common.items() if value is not None}
+    if arguments.kv_bits is not None:
+        twice = [name for name in ("key_bits", "value_bits") if name in given]
+        if twice:
+            raise ValueError("--kv-bits is --key-bits and --value-bits in one; give it, or one or both of them")
+        given |= dict.fromkeys(("key_bits", "value_bits"), arguments.kv_bits)
     for name, value in arguments.settings:
         if name in given:
             raise ValueError(f"the setting {name!r} is given twice")

@@ -7,7 +7,7 @@ prefill of its own in one block.
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +26,18 @@ class SharedPrefill:
     n_tokens: int
     calls: tuple[LayerQueries, ...]  # of each plain KV cache, in layer order: queries, and the rows they read
     caches: tuple[Any, ...]  # the model's own, filled
+
+    def in_dtype(self, dtype: mx.Dtype) -> "SharedPrefill":
+        """The same, whose plain rows are rounded to `dtype`: caches that it fills go on in it."""
+
+        def rounded(cache: Any) -> Any:
+            if not isinstance(cache, KVCache):
+                return cache
+            cache = _plain(cache)
+            cache.keys, cache.values = cache.keys.astype(dtype), cache.values.astype(dtype)
+            return cache
+
+        return replace(self, caches=tuple(with_parts(cache, rounded) for cache in self.caches))
 
     def into(self, caches: Sequence[Any]) -> list[Any]:
         """Fill fresh caches of one prompt cache with the block; those of other kinds are copies of the model's own.

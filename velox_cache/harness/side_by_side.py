@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.query_tap import observe_queries
+from velox_fn.engine.quantised import dequantised
 
 Step = Callable[[Sequence[int]], mx.array]
 """(tokens, one per prompt cache) -> logits float32 [A, V]"""
@@ -53,7 +54,7 @@ class SideBySideCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Give each cache its token of keys [A,H,1,D] and values [A,H,1,D_v]; what they show, padded, as one batch."""
-        views = [row.update_and_fetch(keys[i : i + 1], values[i : i + 1]) for i, row in enumerate(self._rows)]
+        views = [_view(row, keys[i : i + 1], values[i : i + 1]) for i, row in enumerate(self._rows)]
         longest = max(view[0].shape[2] for view in views)
         padded_keys, padded_values = ([_padded(view[part], longest) for view in views] for part in (0, 1))
         return mx.concatenate(padded_keys), mx.concatenate(padded_values)
@@ -112,6 +113,19 @@ def _keys_shown(cache: Any) -> int:
         return cache.size() + 1
     seen: int = cache.offset
     return min(seen + 1, getattr(cache, "max_size", seen + 1))
+
+
+def _view(cache: Any, key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
+    """What the cache shows to one token, in the model's dtype. Quantised rows are read back: widths may differ."""
+    dtype = key.dtype
+    if (
+        isinstance(cache, KVCache) and cache.keys is not None and cache.values is not None
+    ):  # it would go on in the wider of two dtypes
+        key, value = key.astype(cache.keys.dtype), value.astype(cache.values.dtype)
+    keys, values = cache.update_and_fetch(key, value)
+    if isinstance(cache, EvictingKVCache) and cache.record is not None:
+        keys, values = dequantised(cache.record, (keys, values))
+    return keys.astype(dtype), values.astype(dtype)
 
 
 def _padded(rows: mx.array, length: int) -> mx.array:

@@ -10,13 +10,13 @@ from velox_fn.engine.eviction import Eviction
 class Footprint:
     """Bytes of keys and values in the bounded layers of one sequence. Layers that bound themselves are left out."""
 
-    layers: tuple[tuple[int, int], ...]  # of each bounded layer: bytes of a token, most rows held
+    layers: tuple[tuple[int, int, int], ...]  # of each bounded layer: bytes of a token, those of a row, most rows held
     leaves_from: int  # the first token with which rows leave, counted from 1
 
     @property
     def token_bytes(self) -> int:
         """Of one more token, while all are kept."""
-        return sum(size for size, _ in self.layers)
+        return sum(size for size, _, _ in self.layers)
 
     @property
     def most_bytes(self) -> int:
@@ -29,7 +29,7 @@ class Footprint:
 
     def bounded_bytes(self, n_tokens: int) -> int:
         """Of a sequence whose rows leave."""
-        return sum(size * min(n_tokens, rows) for size, rows in self.layers)
+        return sum(stored * min(n_tokens, rows) for _, stored, rows in self.layers)
 
     def __str__(self) -> str:
         return (
@@ -39,14 +39,20 @@ class Footprint:
         )
 
 
-def footprint(row_bytes: Sequence[int | None], methods: Mapping[int, Eviction]) -> Footprint | None:
-    """That of methods by layer, over layers whose rows take so much; None where something of it is not known."""
+def footprint(
+    token_bytes: Sequence[int | None], stored_bytes: Sequence[int | None], methods: Mapping[int, Eviction]
+) -> Footprint | None:
+    """That of methods by layer; None where something of it is not known.
+
+    token_bytes: of each layer, what a token brings. stored_bytes: what its row takes, less where rows are quantised.
+    """
     layers, leaves = [], []
     for layer, method in methods.items():
-        size, budget, interval = row_bytes[layer], method.settings.get("budget"), method.settings.get("interval", 1)
-        if size is None or not isinstance(budget, int):
+        size, stored = token_bytes[layer], stored_bytes[layer]
+        budget, interval = method.settings.get("budget"), method.settings.get("interval", 1)
+        if size is None or stored is None or not isinstance(budget, int):
             return None
-        layers.append((size, budget + interval - (interval == 1)))
+        layers.append((size, stored, budget + interval - (interval == 1)))
         leaves.append((budget // interval + 1) * interval + (interval > 1))  # what comes at a boundary sees them still
     return Footprint(tuple(layers), min(leaves))
 

@@ -23,14 +23,15 @@ from velox_cache.installation.layer_budgets import (
 )
 from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of_every_layer
 from velox_cache.installation.parts import call_in_parts, call_whole
+from velox_cache.installation.quantised_rows import both_widths, check_reads_quantised_rows, tap_of
 from velox_cache.installation.tapped import check_shows_queries, with_own_masks
 from velox_cache.introspection.plan import LayerPlan, plan_layers
-from velox_cache.introspection.query_tap import QueryTap
 from velox_cache.introspection.row_bytes import row_bytes
 from velox_cache.introspection.shard import model_shard
 from velox_cache.known_methods import as_method
 from velox_cache.recommended import RECOMMENDED_METHOD
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.quantised import widths_of_method
 from velox_fn.method import PLACES, Method
 
 
@@ -71,6 +72,7 @@ def install(
     tokenizer: Tokenizer | None = None,
     queries: str = "true",
     snapshots: int = 0,
+    bits: int | None = None,
     group: mx.distributed.Group | None = None,
     filters: GivenCalibration | None = None,
     **settings: Any,
@@ -102,6 +104,10 @@ def install(
     pinned, a setting of every method too: half-open ranges of positions whose rows never leave, such as [(0, 120)] for
     a system prompt of 120 tokens. They count in the budget; `recent` then defaults to its share of what they leave.
     `EvictingKVCache.pin` pins more for one sequence.
+    key_bits, value_bits and group_size, settings of every method: rows are stored as `mx.quantize` makes them, and
+    attention reads them so; `bits` is both in one. A static method keeps the very rows that it keeps without. Layers
+    that are not bounded stay as the model made them: mlx_lm does not quantise a sliding window either. The model runs
+    once more then, on three tokens, to see that its attention takes such rows.
 
     On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
     them installs: its caches hold its own heads and layers, with their part of `calibration`, which is the whole
@@ -117,6 +123,7 @@ def install(
     """
     check_asked(model, budget, queries, calibrate)
     check_protocol()
+    settings |= both_widths(bits, settings)
     given = one_of_both(calibration, filters)
     plan, shard = plan_layers(model), model_shard(model, group)
     if not any(entry.bounded for entry in plan) and not shard.pipelined:
@@ -139,9 +146,14 @@ def install(
     installed = InstalledCaches(
         weakref.ref(model), plan, methods, EvictingKVCache, true_queries, None, snapshots, before
     )
+    widths = {layer: widths_of_method(each) for layer, each in methods.items()}
+    packed = any(each.packed for each in widths.values())
+    if true_queries or packed:
+        installed = replace(installed, tap=tap_of(model, why_quantised=packed).install())
     if true_queries:
-        installed = replace(installed, tap=QueryTap(model).install())
         check_shows_queries(model, installed)
+    if packed:
+        check_reads_quantised_rows(model, installed)
     if has_own_budgets(budget):
         installed = with_own_masks(model, installed)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
@@ -152,7 +164,7 @@ def install(
         any_method.name,
         _settings_of_all(list(methods.values())),
         plan,
-        footprint(row_bytes(model), methods),
+        footprint(row_bytes(model), row_bytes(model, widths), methods),
         None if used is None else about(used),
     )
 

@@ -114,6 +114,8 @@ def observe_queries(
     """Observe the queries of `model`'s attention inside a `with` block.
 
     A cache that has a method `own_mask(mask)` says before each of its calls which mask takes the place of the model's.
+    One that has a method `attend(queries, keys, values, scale, mask, ...)` does the attention itself over a view of its
+    own that shows quantised rows.
     Each attention call of the model is reported twice, once it ran: to its cache, when that has a method
     `observe_queries(output, queries, keys, values, scale, **terms)`, whose result (the output, perhaps tied to new
     state with `mx.depends`) takes the output's place; and to `callback`, as an `ObservedAttention`. `terms` are, by
@@ -183,7 +185,12 @@ class _TappedAttention:
         if own_mask is not None:
             given, *rest_after = rest or (options.pop("mask", None),)
             rest = (own_mask(given), *rest_after)
-        output = self.attention(queries, keys, values, cache, scale, *rest, **options)
+        quantised = isinstance(keys, tuple) or isinstance(values, tuple)
+        attend = getattr(cache, "attend", None) if taps and quantised else None
+        if attend is None:
+            output = self.attention(queries, keys, values, cache, scale, *rest, **options)
+        else:
+            output = attend(queries, keys, values, scale, **dict(zip(self._after_scale, rest, strict=False)), **options)
         if not taps:
             return output
         given = {**dict(zip(self._after_scale, rest, strict=False)), **options}

@@ -7,7 +7,7 @@ import mlx.core as mx
 from velox_fn.engine import select
 from velox_fn.engine.records import record
 from velox_fn.engine.rows import Rows
-from velox_fn.engine.store import Store, used_rows
+from velox_fn.engine.store import Store, readable, used_rows
 from velox_fn.engine.widening import widened
 
 # Bounds the weights held at a time, per query head: on the CPU, buffers of work that waits pile up.
@@ -41,7 +41,7 @@ Queries = mx.array | Reading
 class Observed:
     """What a block's queries see of the rows that it landed among."""
 
-    rows: Rows
+    rows: Rows  # with arrays for keys and values, also where they are stored quantised
     keys: mx.array  # [B,H',n,D'], as attention reads them: those of the rows, or others in their place
     scores: mx.array  # float32 [B,H,n], as they stand: +inf for sinks, -inf for padding and non-finite rows
     positions: mx.array  # int32 [B,H,n], -1 for padding
@@ -71,7 +71,7 @@ def observe_rows(
         ValueError: the query heads are no multiple of the KV heads, queries read other rows than the store's, or there
             is not one sink for each.
     """
-    rows = used_rows(store)
+    rows = readable(store, used_rows(store))
     read = queries if isinstance(queries, Reading) else Reading(queries, rows.keys)
     batch, n_kv_heads, n_rows = rows.ranks.shape
     n_heads, n_tokens, head_dim = read.shape[1:]

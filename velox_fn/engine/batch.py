@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from velox_fn.engine import select, slots
+from velox_fn.engine.half import cut, zeroed
 from velox_fn.engine.rows import Rows, in_temporal_order, padded
 from velox_fn.engine.store import Store, held_rows, joined_pins, kept_rows, taken_pins, used_rows
 
@@ -39,8 +40,8 @@ def narrow(store: Store, n_rows: int, *, ordered: bool) -> Store:
     rows = held_rows(dataclasses.replace(store, ordered=False))
     return dataclasses.replace(
         store,
-        keys=rows.keys[:, :, :n_rows],
-        values=rows.values[:, :, :n_rows],
+        keys=cut(rows.keys, 0, n_rows),
+        values=cut(rows.values, 0, n_rows),
         ranks=rows.ranks[:, :, :n_rows],
         filled=n_rows,
         ordered=ordered,
@@ -100,13 +101,13 @@ def trim(store: Store, n_tokens: int) -> Store:
     taken_back = select.rank_positions(rows.ranks) >= shorter.offset[:, None, None]
     # Rows of shorter sequences may stay as padding, which is finite.
     erased = Rows(
-        keys=mx.where(taken_back[..., None], 0, rows.keys),
-        values=mx.where(taken_back[..., None], 0, rows.values),
+        keys=zeroed(rows.keys, taken_back),
+        values=zeroed(rows.values, taken_back),
         ranks=mx.where(taken_back, select.PADDING, rows.ranks),
     )
     rows, filled = in_temporal_order(erased), shorter.filled
     return dataclasses.replace(
-        shorter, keys=rows.keys[:, :, :filled], values=rows.values[:, :, :filled], ranks=rows.ranks[:, :, :filled]
+        shorter, keys=cut(rows.keys, 0, filled), values=cut(rows.values, 0, filled), ranks=rows.ranks[:, :, :filled]
     )
 
 
@@ -127,9 +128,9 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _joined_stores(stores: list[Store]) -> Store:
-    limits = {(store.budget, store.n_sink, store.recent, store.rollback) for store in stores}
+    limits = {(store.budget, store.n_sink, store.recent, store.rollback, store.widths) for store in stores}
     if len(limits) > 1:
-        raise ValueError(f"cannot merge stores of different (budget, n_sink, recent, rollback): {sorted(limits)}")
+        raise ValueError(f"cannot merge stores of different (budget, n_sink, recent, rollback, widths): {limits}")
     if stores[0].span is not None:
         return slots.joined_stores(stores)
     closed = [_with_kept_rows_only(store) for store in stores]
@@ -137,8 +138,8 @@ def _joined_stores(stores: list[Store]) -> Store:
     parts = [padded(used_rows(store), filled) for store in closed]
     return dataclasses.replace(
         stores[0],
-        keys=mx.concatenate([rows.keys for rows in parts], axis=0),
-        values=mx.concatenate([rows.values for rows in parts], axis=0),
+        keys=_joined([rows.keys for rows in parts]),
+        values=_joined([rows.values for rows in parts]),
         ranks=mx.concatenate([rows.ranks for rows in parts], axis=0),
         offset=mx.concatenate([store.offset for store in stores], axis=0),
         filled=filled,

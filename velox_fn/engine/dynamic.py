@@ -14,6 +14,7 @@ import mlx.core as mx
 from velox_fn.engine import checks, landing, select
 from velox_fn.engine.attention import Observed, Queries
 from velox_fn.engine.eviction import Eviction, Init, Observation, Shown, StateT
+from velox_fn.engine.half import Half, depending, floats, one_array
 from velox_fn.engine.records import arrays, record
 from velox_fn.engine.rows import Rows, View, arriving_positions
 from velox_fn.engine.store import Store, check_block, init_store, used_rows
@@ -44,16 +45,17 @@ def dynamic_init(*, budget: int, n_sink: int, recent: int) -> Init[DynamicState]
     return init
 
 
-Land = Callable[[Any, mx.array, mx.array, mx.array | None], tuple[Any, View]]
+Land = Callable[[Any, Half, Half, mx.array | None], tuple[Any, View]]
 Observe = Callable[[Any, Queries, float | None, mx.array | None, mx.array | None], Any]
 
 
-def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None) -> tuple[Any, View]:
+def land(state: Any, keys: Half, values: Half, valid: mx.array | None = None) -> tuple[Any, View]:
     """Let a block in, its rows at score 0: nothing is evicted but the landing row whose place a single token takes."""
     store = state.store
     check_block(store, keys, values, valid)
-    positions = arriving_positions(store.offset, keys.shape[2], valid)
-    none_yet = select.Scores(mx.zeros(keys.shape[:3], mx.float32), unseen=(keys, values))
+    shape = one_array(keys).shape[:3]
+    positions = arriving_positions(store.offset, shape[2], valid)
+    none_yet = select.Scores(mx.zeros(shape, mx.float32), unseen=floats(keys, values))
     ranks = select.arrival_ranks(none_yet, positions, store.staying)
     landed, view = landing.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     return dataclasses.replace(state, store=landed), view
@@ -86,8 +88,8 @@ _compiled_reranked = mx.compile(select.reranked)
 
 def updated(
     state: Any,
-    keys: mx.array,
-    values: mx.array,
+    keys: Half,
+    values: Half,
     queries: mx.array | None,
     valid: mx.array | None,
     *,
@@ -101,9 +103,10 @@ def updated(
     landed, view = land(state, keys, values, valid)
     if queries is not None:
         checks.block_queries(queries, keys)
-    settled = observe(landed, keys if queries is None else queries, None, valid, None)
-    seen_keys, seen_values = mx.depends(list(view), arrays(settled))
-    return settled, (seen_keys, seen_values)
+    else:
+        queries, _ = state.store.widths.read(keys, values)
+    settled = observe(landed, queries, None, valid, None)
+    return settled, depending(view, arrays(settled))
 
 
 def dynamic_eviction(

@@ -9,9 +9,10 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, select, slots
 from velox_fn.engine.attention import Queries
+from velox_fn.engine.half import Half, cut
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
-from velox_fn.engine.store import Store, kept_rows
+from velox_fn.engine.store import Store, kept_rows, readable
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # whose default lets `Eviction` alone stand for one of any state
@@ -67,7 +68,7 @@ class Update(Protocol[StateT]):
 class Observation(Generic[StateT]):
     """The two halves of `update` of a method that scores by attention, for callers whose queries come later."""
 
-    land: Callable[[StateT, mx.array, mx.array, mx.array | None], tuple[StateT, View]]
+    land: Callable[[StateT, Half, Half, mx.array | None], tuple[StateT, View]]
     """(state, keys, values, valid) -> (landed, view): the block is in, nothing is scored or evicted."""
     observe: Callable[[StateT, Queries, float | None, mx.array | None, mx.array | None], StateT]
     """(landed, queries, scale, valid, sinks) -> state: scored by these queries and cut down to the budget.
@@ -115,6 +116,9 @@ class Eviction(Generic[StateT]):
     """How attention sees the keys, where not as they are stored."""
     ready: Callable[[StateT], StateT] = lambda state: state
     """state -> state as the next token finds it, where rows leave at intervals (`interval`)."""
+    arrival: Callable[[StateT, mx.array, mx.array, mx.array | None], mx.array] | None = None
+    """(state, keys, values, valid) -> ranks int64 [B,H,S] of a block, of a static method: a row that is quantised is
+    scored when it arrives, before that."""
 
     def __post_init__(self) -> None:
         # Headers of saved caches are JSON, which holds no numpy numbers.
@@ -162,19 +166,19 @@ def check_state(state: Any, name: str, batch: int) -> None:
         )
 
 
-def kv(state: State) -> View:
+def kv(state: State) -> tuple[mx.array, mx.array]:
     """The kept rows in temporal order; the padding of ragged batches last.
 
     Returns:
-        Keys [B,H,n,D] and values [B,H,n,D_v].
+        Keys [B,H,n,D] and values [B,H,n,D_v], read back from where they are quantised.
     """
     store = state.store
     if store.span is not None:
-        rows = slots.all_rows(store)
+        rows = readable(store, slots.all_rows(store))
         return rows.keys, rows.values
     if store.unscored:  # all tokens, in order
-        return store.keys[:, :, : store.filled], store.values[:, :, : store.filled]
-    rows = kept_rows(store)
+        return cut(store.keys, 0, store.filled), cut(store.values, 0, store.filled)
+    rows = readable(store, kept_rows(store))
     return rows.keys, rows.values
 
 
@@ -193,10 +197,10 @@ def kept_positions(state: State) -> mx.array:
 
 
 def kept_bytes(state: State) -> int:
-    """Bytes of the kept rows in their dtype, and of what the method holds beside them: filters, statistics."""
+    """Bytes of the kept rows as they are stored, and of what the method holds beside them: filters, statistics."""
     store = state.store
-    batch, n_kv_heads, _, head_dim = store.keys.shape
-    row = head_dim * store.keys.itemsize + store.values.shape[-1] * store.values.itemsize
+    batch, n_kv_heads = store.ranks.shape[:2]
+    row = sum(part.shape[3] * part.itemsize for part in arrays((store.keys, store.values)))
     beside = sum(leaf.nbytes for leaf in arrays(state)) - sum(leaf.nbytes for leaf in arrays(store))
     n_rows = min(store.filled, store.most_kept) if store.span is None else store.filled
     return batch * n_kv_heads * n_rows * row + beside

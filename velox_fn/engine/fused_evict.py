@@ -4,6 +4,7 @@ import mlx.core as mx
 
 from metal_src import evict_apply, kernel_failure, metal_available, threshold_and_quota
 from velox_fn.engine import checks, select
+from velox_fn.engine.half import Half
 from velox_fn.engine.rows import rows_at
 
 
@@ -92,9 +93,9 @@ def fused_evict(
 
 
 def evict_rows(
-    keys: mx.array, values: mx.array, ranks: mx.array, competing: mx.array, keep: int, *, metal: bool
-) -> tuple[mx.array, mx.array, mx.array]:
-    """The same for rows with ranks int64 [B,H,n] that compete with `competing`; Metal wants temporal order.
+    keys: Half, values: Half, ranks: mx.array, competing: mx.array, keep: int, *, metal: bool
+) -> tuple[Half, Half, mx.array]:
+    """The same for rows with ranks int64 [B,H,n] that compete with `competing`; Metal wants temporal order and arrays.
 
     Returns keys, values and ranks of `keep` rows, and from MLX operations of one more, which is only room.
     """

@@ -21,9 +21,11 @@ from velox_fn.engine import checks, slots
 from velox_fn.engine.attention import Queries, Reading
 from velox_fn.engine.batch import merge, real_rows, take
 from velox_fn.engine.eviction import Eviction, Observation, StateT
-from velox_fn.engine.landing import GROWTH, joined, written
+from velox_fn.engine.half import cut, depending
+from velox_fn.engine.landing import GROWTH, joined, settle, written
+from velox_fn.engine.landing import land as land_rows
 from velox_fn.engine.records import arrays, replaced
-from velox_fn.engine.rows import View, arriving_positions
+from velox_fn.engine.rows import Rows, View, arriving_positions
 from velox_fn.engine.span import Span, begun
 from velox_fn.engine.store import Store, check_block, kept_rows
 
@@ -129,8 +131,7 @@ def interval_update(
         return landed, view
     checks.block_queries(queries, keys)
     observed = _with_queries(landed, queries, None, valid, None)
-    seen_keys, seen_values = mx.depends(list(view), list(observed.store.span.queries))
-    return observed, (seen_keys, seen_values)
+    return observed, depending(view, list(observed.store.span.queries))
 
 
 def settled(method: Eviction, state: Any) -> Any:
@@ -152,8 +153,8 @@ def _cut(method: Eviction, state: Any) -> Any:
     n = span.settled
     before = replaced(
         store,
-        keys=store.keys[:, :, :n],
-        values=store.values[:, :, :n],
+        keys=cut(store.keys, 0, n),
+        values=cut(store.values, 0, n),
         ranks=store.ranks[:, :, :n],
         offset=store.offset - span.interval,
         filled=n,
@@ -161,9 +162,12 @@ def _cut(method: Eviction, state: Any) -> Any:
         seen_by_all=min(span.seen) - span.interval,
         span=None,
     )
-    keys, values = store.keys[:, :, n : n + span.interval], store.values[:, :, n : n + span.interval]
+    keys, values = cut(store.keys, n, n + span.interval), cut(store.values, n, n + span.interval)
     state = replaced(state, store=before)
-    if span.queries and method.observation is not None:
+    if span.ranks:
+        landed, _ = land_rows(before, Rows(keys=keys, values=values, ranks=span.ranks[0][..., 0]), None)
+        state = replaced(state, store=settle(landed, span.interval))
+    elif span.queries and method.observation is not None:
         state, _ = method.observation.land(state, keys, values, None)
         sinks = span.queries[1][0] if len(span.queries) > 1 else None
         state = method.observation.observe(state, span.queries[0], span.scale, None, sinks)
@@ -177,6 +181,7 @@ def _cut(method: Eviction, state: Any) -> Any:
         kept=tuple(min(real_rows(state.store, seen), n_kept) for seen in span.seen),
         since=(0,) * len(span.seen),
         seen=span.seen,
+        ranks=span.ranks,
     )
     store = replaced(
         state.store, keys=rows.keys, values=rows.values, ranks=rows.ranks, filled=n_kept, ordered=True, span=after
@@ -190,7 +195,7 @@ def _landed(method: Eviction, state: Any, keys: mx.array, values: mx.array, vali
     real = _real_tokens(state.store.span, n_tokens, valid)
     _check_parts(state.store.span, n_tokens, real)
     due = state.store.span.due
-    state = settled(method, state)
+    state = _with_ranks(method, settled(method, state), keys, values, real)
     if state.store.span.ragged or min(real) < n_tokens:
         store, view = slots.land_in_slots(state.store, keys, values, real)
     else:
@@ -199,21 +204,42 @@ def _landed(method: Eviction, state: Any, keys: mx.array, values: mx.array, vali
         view = method.shown(view[0], _view_positions(state.store, store, n_tokens, real), store.offset), view[1]
     state = replaced(state, store=store)
     if due:  # as in landing.tied
-        seen_keys, seen_values = mx.depends(list(view), arrays(state))
-        view = seen_keys, seen_values
+        view = depending(view, arrays(state))
     return state, view
+
+
+def _with_ranks(method: Eviction, state: Any, keys: mx.array, values: mx.array, real: tuple[int, ...]) -> Any:
+    """`state` with the ranks of tokens that are about to land, where they cannot be made later."""
+    span, n_tokens = state.store.span, keys.shape[2]
+    if not span.ranks or method.arrival is None:
+        return state
+    whole = min(real) == n_tokens
+    ranks = method.arrival(state, keys, values, None if whole else mx.array(real, mx.int32))[..., None]
+    noted = _noted(span.ranks[0], ranks, span.since, real)
+    return replaced(state, store=replaced(state.store, span=replaced(span, ranks=(noted,))))
+
+
+def _noted(held: mx.array, new: mx.array, first: tuple[int, ...], real: tuple[int, ...]) -> mx.array:
+    """`held` [B,H,interval,...] with what came with the first `real` tokens of each sequence, from slot `first` on."""
+    if len(set(first)) == 1 and min(real) == new.shape[2]:
+        noted: mx.array = written(held, new, first[0])
+        return noted
+    scattered: mx.array = slots.scattered(held, new, first, real)
+    return scattered
 
 
 def _appended(store: Store, keys: mx.array, values: mx.array) -> tuple[Store, View]:
     """All sequences in lockstep: what mlx_lm's own cache does, and no more."""
     span, n_tokens = slots.span_of(store), keys.shape[2]
     filled = store.filled + n_tokens
-    if filled <= store.keys.shape[2]:
+    used = cut(store.keys, 0, store.filled), cut(store.values, 0, store.filled)
+    came = keys, values
+    keys, values = store.widths.stored(keys, values)
+    if filled <= store.capacity:
         keys, values = written(store.keys, keys, store.filled), written(store.values, values, store.filled)
     else:
         room = min(-(-filled // GROWTH) * GROWTH, span.settled + span.interval) - filled
-        keys = joined(store.keys[:, :, : store.filled], keys, room)
-        values = joined(store.values[:, :, : store.filled], values, room)
+        keys, values = joined(used[0], keys, room), joined(used[1], values, room)
     after = replaced(
         span,
         since=tuple(since + n_tokens for since in span.since),
@@ -228,7 +254,10 @@ def _appended(store: Store, keys: mx.array, values: mx.array) -> tuple[Store, Vi
         seen_by_all=after.seen[0],
         span=after,
     )
-    return longer, (keys[:, :, :filled], values[:, :, :filled])
+    if n_tokens == 1 or not store.widths.packed:
+        return longer, (cut(keys, 0, filled), cut(values, 0, filled))
+    before = store.widths.read(*used)
+    return longer, (joined(before[0], came[0], 0), joined(before[1], came[1], 0))
 
 
 def _with_queries(state: Any, queries: Queries, scale: float | None, valid: Valid, sinks: mx.array | None) -> Any:
@@ -255,10 +284,7 @@ def _with_queries(state: Any, queries: Queries, scale: float | None, valid: Vali
     else:
         n_sequences, n_heads, _, head_dim = queries.shape
         held = mx.zeros((n_sequences, n_heads, span.interval, head_dim), queries.dtype)
-    if len(set(first)) == 1 and min(real) == queries.shape[2]:
-        held = written(held, queries, first[0])
-    else:
-        held = slots.scattered(held, queries, first, real)
+    held = _noted(held, queries, first, real)
     shown = (held,) if sinks is None else (held, mx.broadcast_to(sinks, (held.shape[0], *sinks.shape)))
     return replaced(state, store=replaced(state.store, span=replaced(span, queries=shown, scale=scale)))
 

@@ -1,12 +1,16 @@
 """How a block enters a store, and how what exceeds the budget leaves it."""
 
+import functools
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from velox_fn.engine import select
 from velox_fn.engine.fused_evict import evict_rows
-from velox_fn.engine.records import replaced
+from velox_fn.engine.half import Half, Widths, cut, depending, each, zeroed
+from velox_fn.engine.records import arrays, replaced
 from velox_fn.engine.rows import Rows, View, in_temporal_order
-from velox_fn.engine.store import Store, held_rows, overwrites, seen_rows, used_rows
+from velox_fn.engine.store import Store, held_rows, overwrites, readable, seen_rows, used_rows
 
 GROWTH = 256  # rows; the step in which mlx_lm's own caches grow
 
@@ -17,28 +21,39 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
     For S = 1 over budget the landing row is overwritten and the view is the physical rows. Otherwise the view is the
     kept rows followed by the block, and the new store may stand over its limit until `settle`. `valid` int32 [B]: real
     tokens of each sequence. The rest is padding and is zeroed, so that no NaN of it reaches attention through a mask.
+
+    Where rows are quantised, those of the block are so from here on. A view of one token shows the rows as stored. That
+    of several tokens shows arrays: the block as it came, and the rows before it read once for all its queries.
     """
-    n_tokens = block.keys.shape[2]
+    n_tokens = block.ranks.shape[2]
     offset = store.offset + (n_tokens if valid is None else valid)
     if store.filled > store.limit and not overwrites(store, n_tokens):
         store = without_landing_row(store)
     seen_by_all = store.seen_by_all + (n_tokens if valid is None else 0)
     if valid is not None:
-        real = (select.rank_positions(block.ranks) >= 0)[..., None]
-        block = replaced(block, keys=mx.where(real, block.keys, 0), values=mx.where(real, block.values, 0))
+        padding = select.rank_positions(block.ranks) < 0
+        block = replaced(block, keys=zeroed(block.keys, padding), values=zeroed(block.values, padding))
         store = replaced(store, ordered=False)
     if overwrites(store, n_tokens):
         held = (store.keys, store.values, store.ranks, store.offset)
-        keys, values, ranks = _compiled_overwrite(*held, block.keys, block.values, block.ranks, *window(store.recent))
+        overwrite = _compiled_overwrite(store.widths)
+        keys, values, ranks = overwrite(*held, block.keys, block.values, block.ranks, *window(store.recent))
         landed = replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False)
         return replaced(landed, seen_by_all=seen_by_all), (keys, values)
+    came = block
+    keys, values = store.widths.stored(block.keys, block.values)
+    block = replaced(block, keys=keys, values=values)
     landed = replaced(append(store, block, offset), seen_by_all=seen_by_all)
     if overwrites(landed, n_tokens):  # the next token will. Said now, so that one compiled step serves all from here on
         landed = replaced(landed, ordered=False)
-    if store.filled <= store.most_kept:
-        return landed, (landed.keys[:, :, : landed.filled], landed.values[:, :, : landed.filled])
+    as_stored = n_tokens == 1 or not store.widths.packed
+    if as_stored and store.filled <= store.most_kept:
+        return landed, (cut(landed.keys, 0, landed.filled), cut(landed.values, 0, landed.filled))
     seen = seen_rows(store, n_tokens)
-    return landed, (joined(seen.keys, block.keys, 0), joined(seen.values, block.values, 0))
+    if as_stored:
+        return landed, (joined(seen.keys, block.keys, 0), joined(seen.values, block.values, 0))
+    seen, came = readable(store, seen), readable(store, came)
+    return landed, (joined(seen.keys, came.keys, 0), joined(seen.values, came.values, 0))
 
 
 def without_landing_row(store: Store) -> Store:
@@ -55,18 +70,19 @@ def without_landing_row(store: Store) -> Store:
 
 
 def overwrite_victim(
-    keys: mx.array, values: mx.array, ranks: mx.array, offset: mx.array, block: Rows, *recent: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Put a one-token block in the place of the row that loses. `recent` as `window` gives it.
+    keys: Half, values: Half, ranks: mx.array, offset: mx.array, block: Rows, widths: Widths, *recent: mx.array
+) -> tuple[Half, Half, mx.array]:
+    """Put a one-token block, stored in `widths`, in the place of the row that loses. `recent` as `window` gives it.
 
     MLX reuses a buffer that nobody else holds, so this writes one row; it copies when the old state is still held.
     """
     index = select.victim(select.competing_ranks(ranks, offset, *(recent or (0,))))
-    return (
-        mx.put_along_axis(keys, index[..., None], block.keys, axis=2),
-        mx.put_along_axis(values, index[..., None], block.values, axis=2),
-        mx.put_along_axis(ranks, index, block.ranks, axis=2),
-    )
+    key, value = widths.stored(block.keys, block.values)
+
+    def put(rows: mx.array, row: mx.array) -> mx.array:
+        return mx.put_along_axis(rows, index[..., None], row, axis=2)
+
+    return each(put, keys, key), each(put, values, value), mx.put_along_axis(ranks, index, block.ranks, axis=2)
 
 
 def window(recent: int) -> tuple[mx.array, ...]:
@@ -77,27 +93,23 @@ def window(recent: int) -> tuple[mx.array, ...]:
     return (mx.array(recent, mx.int32),) if recent else ()
 
 
-def _overwrite(
-    keys: mx.array,
-    values: mx.array,
-    ranks: mx.array,
-    offset: mx.array,
-    k: mx.array,
-    v: mx.array,
-    rank: mx.array,
-    *recent: mx.array,
-) -> tuple[mx.array, mx.array, mx.array]:
-    return overwrite_victim(keys, values, ranks, offset, Rows(keys=k, values=v, ranks=rank), *recent)
+@functools.cache
+def _compiled_overwrite(widths: Widths) -> Callable[..., tuple[Half, Half, mx.array]]:
+    """`overwrite_victim` as one compiled function of arrays."""
 
+    def overwrite(
+        keys: Half, values: Half, ranks: mx.array, offset: mx.array, k: Half, v: Half, rank: mx.array, *recent: mx.array
+    ) -> tuple[Half, Half, mx.array]:
+        return overwrite_victim(keys, values, ranks, offset, Rows(keys=k, values=v, ranks=rank), widths, *recent)
 
-_compiled_overwrite = mx.compile(_overwrite)
+    return mx.compile(overwrite)
 
 
 def append(store: Store, block: Rows, offset: mx.array) -> Store:
     """`store` with the block after its used rows, in room that is there or in new room."""
-    n_tokens = block.keys.shape[2]
+    n_tokens = block.ranks.shape[2]
     filled = store.filled + n_tokens
-    if filled <= store.keys.shape[2]:
+    if filled <= store.capacity:
         keys = written(store.keys, block.keys, store.filled)
         values = written(store.values, block.values, store.filled)
         ranks = written(store.ranks, block.ranks, store.filled)
@@ -115,8 +127,10 @@ def puts_off(store: Store, n_tokens: int) -> bool:
 
     They are due when the room is used up, so that they are made for a few hundred rows at a time.
     """
+    if store.widths.packed:  # they could not be made from what is stored
+        return False
     whole = store.ordered and store.filled == store.seen_by_all  # the rows are all tokens, in order
-    return n_tokens == 1 and whole and store.filled < min(store.most_kept, store.keys.shape[2])
+    return n_tokens == 1 and whole and store.filled < min(store.most_kept, store.capacity)
 
 
 def append_unscored(store: Store, key: mx.array, value: mx.array) -> tuple[Store, View]:
@@ -135,15 +149,23 @@ def append_unscored(store: Store, key: mx.array, value: mx.array) -> tuple[Store
     return longer, (keys[:, :, :filled], values[:, :, :filled])
 
 
-def written(target: mx.array, rows: mx.array, start: int) -> mx.array:
+def written(target: Half, rows: Half, start: int) -> Half:
     """`target` with rows [B,H,S,...] in the places from `start` on."""
+    return each(lambda held, new: _written(held, new, start), target, rows)
+
+
+def _written(target: mx.array, rows: mx.array, start: int) -> mx.array:
     written = mx.array(target)  # a second handle: the assignment below rebinds it and leaves `target` alone
     written[:, :, start : start + rows.shape[2]] = rows
     return written
 
 
-def joined(old: mx.array, new: mx.array, room: int) -> mx.array:
+def joined(old: Half, new: Half, room: int) -> Half:
     """Rows [B,H,n,...], the new ones after them, and room for so many more."""
+    return each(lambda before, after: _joined(before, after, room), old, new)
+
+
+def _joined(old: mx.array, new: mx.array, room: int) -> mx.array:
     parts = [old, new] if old.shape[2] else [new]
     if room > 0:
         shape = (*new.shape[:2], room, *new.shape[3:])
@@ -159,10 +181,11 @@ def settle(store: Store, n_tokens: int) -> Store:
     if store.filled <= store.limit or overwrites(store, n_tokens):
         return store
     rows = used_rows(store)
-    if store.metal and not store.ordered:
+    metal = store.metal and not store.widths.packed  # the kernel moves rows of one array
+    if metal and not store.ordered:
         rows = in_temporal_order(rows)
     competing = select.competing_ranks(rows.ranks, store.offset, store.protected)
-    keys, values, ranks = evict_rows(rows.keys, rows.values, rows.ranks, competing, store.limit, metal=store.metal)
+    keys, values, ranks = evict_rows(rows.keys, rows.values, rows.ranks, competing, store.limit, metal=metal)
     return replaced(store, keys=keys, values=values, ranks=ranks, filled=store.limit)
 
 
@@ -173,5 +196,4 @@ def tied(view: View, store: Store) -> View:
     Attention reads both halves of a view, so one of them carries the rest.
     """
     keys, values = view
-    (values,) = mx.depends([values], [store.keys, store.values, store.ranks, store.offset])
-    return keys, values
+    return keys, depending(values, arrays((store.keys, store.values, store.ranks, store.offset)))

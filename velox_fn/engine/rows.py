@@ -3,18 +3,19 @@
 import mlx.core as mx
 
 from velox_fn.engine import select
+from velox_fn.engine.half import Half, each
 from velox_fn.engine.records import record
 
-View = tuple[mx.array, mx.array]
-"""Keys [B,H,n,D] and values [B,H,n,D_v] for attention to read."""
+View = tuple[Half, Half]
+"""Keys [B,H,n,D] and values [B,H,n,D_v] for attention to read; of a single token they may be quantised, as stored."""
 
 
 @record
 class Rows:
     """Some rows, in some order."""
 
-    keys: mx.array  # [B,H,n,D]
-    values: mx.array  # [B,H,n,D_v]
+    keys: Half  # [B,H,n,D]
+    values: Half  # [B,H,n,D_v]
     ranks: mx.array  # int64 [B,H,n]
 
 
@@ -27,11 +28,12 @@ def gather_rows(rows: Rows, index: mx.array) -> Rows:
     )
 
 
-def rows_at(array: mx.array, index: mx.array) -> mx.array:
-    """[B,H,m,D] of array [B,H,n,D] at index [B,H,m]."""
+def rows_at(half: Half, index: mx.array) -> Half:
+    """[B,H,m,D] of rows [B,H,n,D] at index [B,H,m]."""
     batch, n_heads = index.shape[:2]
     # Copies whole rows; take_along_axis would copy number by number.
-    return array[mx.arange(batch)[:, None, None], mx.arange(n_heads)[:, None], index]
+    at = mx.arange(batch)[:, None, None], mx.arange(n_heads)[:, None], index
+    return each(lambda rows: rows[at], half)
 
 
 def in_temporal_order(rows: Rows) -> Rows:
@@ -64,7 +66,7 @@ def padded(rows: Rows, n_rows: int) -> Rows:
     padding = mx.full((batch, n_kv_heads, missing), select.PADDING)
     width = [(0, 0), (0, 0), (0, missing), (0, 0)]
     return Rows(
-        keys=mx.pad(rows.keys, width),
-        values=mx.pad(rows.values, width),
+        keys=each(lambda part: mx.pad(part, width), rows.keys),
+        values=each(lambda part: mx.pad(part, width), rows.values),
         ranks=mx.concatenate([rows.ranks, padding], axis=2),
     )

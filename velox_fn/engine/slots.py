@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from velox_fn.engine import select
+from velox_fn.engine.half import Half, cut, each, zeroed
 from velox_fn.engine.records import replaced
 from velox_fn.engine.rows import Rows, View, in_temporal_order, padded
 from velox_fn.engine.span import Span
@@ -27,8 +28,8 @@ def opened(store: Store) -> Store:
     missing = max(n_columns - store.filled, 0)
     return replaced(
         store,
-        keys=_widened(store.keys[:, :, : store.filled], missing),
-        values=_widened(store.values[:, :, : store.filled], missing),
+        keys=_widened(cut(store.keys, 0, store.filled), missing),
+        values=_widened(cut(store.values, 0, store.filled), missing),
         filled=n_columns,
         ordered=False,
         span=replaced(span, ragged=True),
@@ -50,8 +51,8 @@ def fitted(store: Store) -> Store:
     columns = [(0, settled), (start, start + used)]
     return replaced(
         store,
-        keys=mx.concatenate([store.keys[:, :, a:b] for a, b in columns], axis=2),
-        values=mx.concatenate([store.values[:, :, a:b] for a, b in columns], axis=2),
+        keys=_side_by_side(*(cut(store.keys, a, b) for a, b in columns)),
+        values=_side_by_side(*(cut(store.values, a, b) for a, b in columns)),
         ranks=store.ranks[:, :, :settled],
         filled=settled + used,
         ordered=not fits.ragged,
@@ -61,25 +62,27 @@ def fitted(store: Store) -> Store:
 
 def land_in_slots(store: Store, keys: mx.array, values: mx.array, real: tuple[int, ...]) -> tuple[Store, View]:
     """Let a block in, of which the first `real` tokens of each sequence are no padding. The view is all columns, with a
-    single token in its slot, and several after them; of the first block, the block alone.
+    single token in its slot, and several after them; of the first block, the block alone. Where rows are quantised, as
+    in `landing.land`.
     """
     store = opened(store)
     span = span_of(store)
     n_tokens = keys.shape[2]
     if n_tokens == 1 and min(real) == 1:
         index = mx.array(span.since, mx.int32)[:, None, None, None] + span.settled
-        landed = _advanced(
-            store,
-            mx.put_along_axis(store.keys, index, keys, axis=2),
-            mx.put_along_axis(store.values, index, values, axis=2),
-            real,
-        )
+
+        def put(rows: mx.array, row: mx.array) -> mx.array:
+            return mx.put_along_axis(rows, index, row, axis=2)
+
+        key, value = store.widths.stored(keys, values)
+        landed = _advanced(store, each(put, store.keys, key), each(put, store.values, value), real)
         return landed, (landed.keys, landed.values)
-    there = (mx.arange(n_tokens) < mx.array(real)[:, None])[:, None, :, None]
-    keys, values = mx.where(there, keys, 0), mx.where(there, values, 0)
-    view = keys, values
+    padding = (mx.arange(n_tokens) >= mx.array(real)[:, None])[:, None]
+    view = keys, values = zeroed(keys, padding), zeroed(values, padding)
     if max(span.seen) > 0:
-        view = mx.concatenate([store.keys, keys], axis=2), mx.concatenate([store.values, values], axis=2)
+        before = store.widths.read(store.keys, store.values)
+        view = _side_by_side(before[0], keys), _side_by_side(before[1], values)
+    keys, values = store.widths.stored(keys, values)
     start = tuple(span.settled + since for since in span.since)
     landed = _advanced(
         store, scattered(store.keys, keys, start, real), scattered(store.values, values, start, real), real
@@ -87,8 +90,12 @@ def land_in_slots(store: Store, keys: mx.array, values: mx.array, real: tuple[in
     return landed, view
 
 
-def scattered(target: mx.array, block: mx.array, start: Sequence[int], real: Sequence[int]) -> mx.array:
+def scattered(target: Half, block: Half, start: Sequence[int], real: Sequence[int]) -> Half:
     """`target` [B,H,C,D] with the first `real` rows of each sequence's block [B,H,S,D] in its columns from `start`."""
+    return each(lambda held, new: _scattered(held, new, start, real), target, block)
+
+
+def _scattered(target: mx.array, block: mx.array, start: Sequence[int], real: Sequence[int]) -> mx.array:
     steps = mx.arange(block.shape[2])
     n_columns = target.shape[2]
     columns = mx.where(steps < mx.array(list(real))[:, None], mx.array(list(start))[:, None] + steps, n_columns)
@@ -103,13 +110,17 @@ def taken_store(store: Store, sequences: Sequence[int]) -> Store:
     return fitted(
         replaced(
             store,
-            keys=mx.take(store.keys, index, axis=0),
-            values=mx.take(store.values, index, axis=0),
+            keys=each(lambda rows: mx.take(rows, index, axis=0), store.keys),
+            values=each(lambda rows: mx.take(rows, index, axis=0), store.values),
             ranks=mx.take(store.ranks, index, axis=0),
             offset=mx.array(span.seen, mx.int32),
             seen_by_all=min(span.seen),
             pinned=taken_pins(store, sequences),
-            span=replaced(span, queries=tuple(mx.take(array, index, axis=0) for array in span.queries)),
+            span=replaced(
+                span,
+                queries=tuple(mx.take(array, index, axis=0) for array in span.queries),
+                ranks=tuple(mx.take(array, index, axis=0) for array in span.ranks),
+            ),
         )
     )
 
@@ -130,12 +141,15 @@ def joined_stores(stores: Sequence[Store]) -> Store:
         seen=tuple(seen for span in spans for seen in span.seen),
         ragged=True,
         queries=_joined_queries(spans),
+        ranks=tuple(
+            mx.concatenate(list(column), axis=0) for column in zip(*(span.ranks for span in spans), strict=True)
+        ),
         scale=next((span.scale for span in spans if span.queries), None),
     )
     together = replaced(
         stores[0],
-        keys=mx.concatenate([part.keys for part in parts], axis=0),
-        values=mx.concatenate([part.values for part in parts], axis=0),
+        keys=each(_below_each_other, *(part.keys for part in parts)),
+        values=each(_below_each_other, *(part.values for part in parts)),
         ranks=mx.concatenate([part.ranks for part in parts], axis=0),
         offset=mx.array(span.seen, mx.int32),
         filled=settled + span.interval,
@@ -164,20 +178,27 @@ def taken_back(store: Store, n_tokens: int) -> Store:
     if not span.ragged:
         return replaced(store, filled=store.filled - n_tokens)
     used = mx.arange(store.filled) < mx.array([span.settled + since for since in after.since])[:, None]
-    erased = ~used[:, None, :, None]
-    return replaced(store, keys=mx.where(erased, 0, store.keys), values=mx.where(erased, 0, store.values))
+    unused = ~used[:, None]
+    return replaced(
+        store,
+        keys=zeroed(cut(store.keys, 0, store.filled), unused),
+        values=zeroed(cut(store.values, 0, store.filled), unused),
+    )
 
 
 def settled_back(store: Store, n_tokens: int) -> Store:
     """`store`, in lockstep and with every token there, as it was any number of tokens ago.
 
     Rows that have settled since then wait for their ranks again: right for scores that are frozen, and for no others.
+    Ranks that came with the tokens go back to them.
     """
     span, seen = span_of(store), store.seen_by_all - n_tokens
     since = seen % span.interval or min(seen, span.interval)  # at a boundary rows leave only when the next token comes
     n_sequences, settled = len(span.seen), seen - since
+    ranks = tuple(_ranks_since(store, came, settled, seen) for came in span.ranks)
     after = replaced(
         span,
+        ranks=ranks,
         settled=settled,
         kept=(settled,) * n_sequences,
         since=(since,) * n_sequences,
@@ -198,8 +219,8 @@ def all_rows(store: Store) -> Rows:
     span, positions = span_of(store), column_positions(store)
     since = positions[:, :, span.settled :]
     rows = Rows(
-        keys=store.keys[:, :, : store.filled],
-        values=store.values[:, :, : store.filled],
+        keys=cut(store.keys, 0, store.filled),
+        values=cut(store.values, 0, store.filled),
         ranks=mx.concatenate([store.ranks, select.pack_ranks(mx.zeros(since.shape), since)], axis=2),
     )
     return in_temporal_order(rows) if span.ragged else rows
@@ -225,7 +246,14 @@ def used_columns(store: Store, arriving: Sequence[int] | None = None) -> mx.arra
     return kept | ((columns >= span.settled) & (columns < span.settled + n_used[:, None]))
 
 
-def _advanced(store: Store, keys: mx.array, values: mx.array, real: tuple[int, ...]) -> Store:
+def _ranks_since(store: Store, came: mx.array, settled: int, seen: int) -> mx.array:
+    """The ranks [B,H,interval,1] of the tokens from `settled` to `seen`, where `came` holds those of the last ones."""
+    ranks = mx.concatenate([store.ranks[..., None], came], axis=2)[:, :, settled:seen]
+    missing = came.shape[2] - ranks.shape[2]
+    return mx.pad(ranks, [(0, 0), (0, 0), (0, missing), (0, 0)], constant_values=mx.array(select.PADDING, mx.int64))
+
+
+def _advanced(store: Store, keys: Half, values: Half, real: tuple[int, ...]) -> Store:
     span = span_of(store)
     seen = tuple(seen + n for seen, n in zip(span.seen, real, strict=True))
     since = tuple(since + n for since, n in zip(span.since, real, strict=True))
@@ -242,13 +270,12 @@ def _advanced(store: Store, keys: mx.array, values: mx.array, real: tuple[int, .
 def _with_settled(store: Store, n_columns: int) -> Store:
     """`store`, opened, with room for so many rows before its slots."""
     settled = span_of(store).settled
-    kept = padded(
-        Rows(keys=store.keys[:, :, :settled], values=store.values[:, :, :settled], ranks=store.ranks), n_columns
-    )
+    rows = Rows(keys=cut(store.keys, 0, settled), values=cut(store.values, 0, settled), ranks=store.ranks)
+    kept = padded(rows, n_columns)
     return replaced(
         store,
-        keys=mx.concatenate([kept.keys, store.keys[:, :, settled:]], axis=2),
-        values=mx.concatenate([kept.values, store.values[:, :, settled:]], axis=2),
+        keys=_side_by_side(kept.keys, cut(store.keys, settled, None)),
+        values=_side_by_side(kept.values, cut(store.values, settled, None)),
         ranks=kept.ranks,
     )
 
@@ -264,5 +291,14 @@ def _joined_queries(spans: Sequence[Span]) -> tuple[mx.array, ...]:
     return tuple(mx.concatenate([of(span, i) for span in spans], axis=0) for i in range(len(shown)))
 
 
-def _widened(array: mx.array, n_columns: int) -> mx.array:
-    return mx.pad(array, [(0, 0), (0, 0), (0, n_columns), (0, 0)]) if n_columns else array
+def _widened(half: Half, n_columns: int) -> Half:
+    width = [(0, 0), (0, 0), (0, n_columns), (0, 0)]
+    return each(lambda rows: mx.pad(rows, width), half) if n_columns else half
+
+
+def _side_by_side(*halves: Half) -> Half:
+    return each(lambda *parts: mx.concatenate(list(parts), axis=2), *halves)
+
+
+def _below_each_other(*parts: mx.array) -> mx.array:
+    return mx.concatenate(list(parts), axis=0)

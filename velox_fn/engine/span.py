@@ -27,6 +27,8 @@ class Span:
     queries: tuple[mx.array, ...] = ()
     """Where a method is shown queries, those of the tokens since [B,H_q,interval,D]; and the model's attention sinks
     [B,H_q], where it has them, the same for every sequence."""
+    ranks: tuple[mx.array, ...] = ()
+    """Where a static method's rows are quantised, the ranks int64 [B,H,interval,1] that the tokens since came with."""
 
     @property
     def due(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import mlx.core as mx
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.fused_evict import resolve_metal
+from velox_fn.engine.half import Half, Widths, cut, depending
 from velox_fn.engine.landing import append_unscored, land, overwrite_victim, puts_off, settle, tied, window, written
 from velox_fn.engine.records import record, replaced
 from velox_fn.engine.rows import Rows, View, arriving_positions
@@ -54,16 +55,28 @@ def static_update(
     if valid is None and overwrites(store, n_tokens):
         held = (store.keys, store.values, store.ranks, store.offset)
         counts = (mx.array(store.staying, mx.int32), *window(store.recent))
-        k, v, ranks, offset = _compiled_step(score)(held, (keys, values), counts, params)
+        k, v, ranks, offset = _compiled_step(score, store.widths)(held, (keys, values), counts, params)
         seen = store.seen_by_all + 1
         return replaced(store, keys=k, values=v, ranks=ranks, offset=offset, ordered=False, seen_by_all=seen), (k, v)
-    if valid is None and n_tokens == 1:
-        ranks = _compiled_ranks(score)(store.offset, keys, values, mx.array(store.staying, mx.int32), *params)
-    else:
-        ranks = _ranks(score, store.staying, arriving_positions(store.offset, n_tokens, valid), keys, values, *params)
+    ranks = static_ranks(store, keys, values, score, params, valid)
     landed, view = land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     settled = settle(landed, n_tokens)
     return settled, tied(view, settled)
+
+
+def static_ranks(
+    store: Store,
+    keys: mx.array,
+    values: mx.array,
+    score: Score,
+    params: Params = (),
+    valid: mx.array | None = None,
+) -> mx.array:
+    """The ranks int64 [B,H,S] of a block that arrives."""
+    n_tokens = keys.shape[2]
+    if valid is None and n_tokens == 1:
+        return _compiled_ranks(score)(store.offset, keys, values, mx.array(store.staying, mx.int32), *params)
+    return _ranks(score, store.staying, arriving_positions(store.offset, n_tokens, valid), keys, values, *params)
 
 
 def scored(store: Store, score: Score, params: Params) -> Store:
@@ -72,7 +85,7 @@ def scored(store: Store, score: Score, params: Params) -> Store:
     if n_rows == 0:
         return store
     start = store.filled - n_rows
-    keys, values = store.keys[:, :, start : store.filled], store.values[:, :, start : store.filled]
+    keys, values = cut(store.keys, start, store.filled), cut(store.values, start, store.filled)
     positions = arriving_positions(store.offset - n_rows, n_rows, None)
     ranks = _ranks(score, store.staying, positions, keys, values, *params)
     return replaced(store, ranks=written(store.ranks, ranks, start), unscored=0)
@@ -108,22 +121,21 @@ def _compiled_ranks(score: Score) -> Callable[..., mx.array]:
 
 
 @functools.lru_cache(_STEPS)
-def _compiled_step(score: Score) -> Callable[..., tuple[mx.array, ...]]:
+def _compiled_step(score: Score, widths: Widths) -> Callable[..., tuple[Any, ...]]:
     """One token over budget as one compiled function of arrays: it traces once per shape, never per step.
 
     Its arguments: keys, values, ranks and offset of the store; key and value of the token; `staying` and `window`;
     params.
     """
 
-    def step(held: Params, token: Params, counts: Params, params: Params) -> tuple[mx.array, ...]:
+    def step(held: tuple[Half, ...], token: Params, counts: Params, params: Params) -> tuple[Any, ...]:
         keys, values, ranks, offset = held
         k, v = token
         staying, *recent = counts
         block = Rows(keys=k, values=v, ranks=_ranks(score, staying, offset[:, None, None], k, v, *params))
-        keys, values, ranks = overwrite_victim(keys, values, ranks, offset, block, *recent)
+        keys, values, ranks = overwrite_victim(keys, values, ranks, offset, block, widths, *recent)
         offset = offset + 1
-        (values,) = mx.depends([values], [ranks, offset])  # as in landing.tied
-        return keys, values, ranks, offset
+        return keys, depending(values, [ranks, offset]), ranks, offset  # as in landing.tied
 
     return mx.compile(step)
 
@@ -222,7 +234,11 @@ def static_eviction(
     def all_scored(state: StaticState) -> StaticState:
         return replaced(state, store=scored(state.store, score, state.params))
 
-    return Eviction(init, update, name, {**limits, **(settings or {})}, params, scored=all_scored)
+    def arrival(state: StaticState, keys: mx.array, values: mx.array, valid: mx.array | None) -> mx.array:
+        return static_ranks(state.store, keys, values, score, state.params, valid)
+
+    made = {**limits, **(settings or {})}
+    return Eviction(init, update, name, made, params, scored=all_scored, arrival=arrival)
 
 
 def per_row(array: mx.array, batch: int) -> mx.array:

@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, select
 from velox_fn.engine.fused_evict import resolve_metal
-from velox_fn.engine.records import record
+from velox_fn.engine.half import Half, Widths, cut, float_dtype, one_array
+from velox_fn.engine.records import record, replaced
 from velox_fn.engine.rows import Rows, gather_rows, in_temporal_order, temporal_order
 from velox_fn.engine.span import Span
 
@@ -24,8 +25,8 @@ Ranges = tuple[tuple[int, int], ...]
 class Store:
     """Rows in physical order. Everything past `filled` is preallocated room that nothing reads."""
 
-    keys: mx.array  # [B,H,C,D], the model's dtype, bit for bit as it came
-    values: mx.array  # [B,H,C,D_v]
+    keys: Half  # [B,H,C,D], the model's dtype, bit for bit as it came; or quantised from it, see `widths`
+    values: Half  # [B,H,C,D_v]
     ranks: mx.array  # int64 [B,H,C], score and position packed (select.py)
     offset: mx.array  # int32 [B], tokens seen by each sequence
     filled: int  # rows in use, <= C
@@ -40,6 +41,27 @@ class Store:
     unscored: int = 0  # the last so many used rows have no rank yet: only while the rows are all tokens, in order
     pinned: tuple[Ranges, ...] = ()  # positions of each sequence that never leave beside the sinks; (): there are none
     span: Span | None = None  # the tokens since the last boundary, where rows leave at intervals; they have no ranks
+    widths: Widths = Widths()  # how rows are stored
+
+    @property
+    def capacity(self) -> int:
+        """C, the rows that there is room for."""
+        return int(one_array(self.keys).shape[2])
+
+    @property
+    def head_dim(self) -> int:
+        """D"""
+        return self.widths.dims(self.keys, self.values)[0]
+
+    @property
+    def value_dim(self) -> int:
+        """D_v"""
+        return self.widths.dims(self.keys, self.values)[1]
+
+    @property
+    def dtypes(self) -> tuple[mx.Dtype, mx.Dtype]:
+        """Those that keys and values came in."""
+        return float_dtype(self.keys), float_dtype(self.values)
 
     @property
     def most_kept(self) -> int:
@@ -109,12 +131,21 @@ def init_store(
     )
 
 
-def check_block(store: Store, keys: mx.array, values: mx.array, valid: mx.array | None) -> None:
+def quantised_store(store: Store, widths: Widths) -> Store:
+    """An empty store, whose rows will be kept in `widths`. ValueError where its dimensions do not allow them."""
+    keys, values = widths.empty(store.keys, store.values)
+    return replaced(store, keys=keys, values=values, widths=widths)
+
+
+def check_block(store: Store, keys: Half, values: Half, valid: mx.array | None) -> None:
     """ValueError unless a block fits the store."""
-    batch, n_kv_heads, _, head_dim = store.keys.shape
-    checks.block_shapes(keys, values, batch, n_kv_heads, head_dim, store.values.shape[-1])
+    if isinstance(keys, tuple) or isinstance(values, tuple):  # rows of this store's own, at a boundary
+        return
+    batch, n_kv_heads = store.ranks.shape[:2]
+    checks.block_shapes(keys, values, batch, n_kv_heads, store.head_dim, store.value_dim)
     # One dtype is given for both when a state begins: the first values may bring another.
-    checks.block_dtypes(keys, values, store.keys.dtype, store.values.dtype if store.filled else values.dtype)
+    key_dtype, value_dtype = store.dtypes
+    checks.block_dtypes(keys, values, key_dtype, value_dtype if store.filled else values.dtype)
     if valid is not None:
         checks.real_tokens(valid, batch)  # the numbers are on the device, so only the caller can check them
     else:
@@ -132,7 +163,15 @@ def used_rows(store: Store) -> Rows:
             f"{store.unscored} rows have no rank yet; pass the state through the method's `scored` first (that of "
             "`qfilters()` for states of qfilters_init)"
         )
-    return Rows(keys=store.keys[:, :, :n], values=store.values[:, :, :n], ranks=store.ranks[:, :, :n])
+    return Rows(keys=cut(store.keys, 0, n), values=cut(store.values, 0, n), ranks=store.ranks[:, :, :n])
+
+
+def readable(store: Store, rows: Rows) -> Rows:
+    """Rows of `store` with keys and values as arrays, to compute with."""
+    if not store.widths.packed:
+        return rows
+    keys, values = store.widths.read(rows.keys, rows.values)
+    return replaced(rows, keys=keys, values=values)
 
 
 def kept_rows(store: Store) -> Rows:

@@ -20,11 +20,12 @@ import mlx.core as mx
 from velox_fn.engine import checks, select
 from velox_fn.engine.dynamic import land, with_scores
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.half import depending
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.records import arrays, record
 from velox_fn.engine.rows import View, arriving_positions
-from velox_fn.engine.store import Store, init_store, used_rows
+from velox_fn.engine.store import Store, init_store, readable, used_rows
 from velox_fn.engine.widening import widened
 
 COMBINE = ("key", "value", "mean", "product")
@@ -104,11 +105,12 @@ def cur(
         valid: mx.array | None = None,
     ) -> tuple[CURState, View]:
         landed, view = land(state, keys, values, valid)
+        keys, values = state.store.widths.read(keys, values)
         n_tokens = keys.shape[2]
         first = (state.store.offset // window)[:, None, None]  # the window that is unfinished, or begins
         arrived = arriving_positions(state.store.offset, n_tokens, valid) // window - first  # padding: below 0
         member = (arrived[..., None] == mx.arange(n_tokens // window + 2)).astype(mx.float32)  # [B,1,S,windows]
-        rows = used_rows(landed.store)
+        rows = readable(landed.store, used_rows(landed.store))
         at = select.rank_positions(rows.ranks) // window - first
         shares, open_sums = [], []
         for new, kept, open_sum in zip(
@@ -128,8 +130,7 @@ def cur(
         scores = mx.where(at >= 0, _combined(combine, *shares), select.rank_scores(rows.ranks))
         store = with_scores(landed.store, scores, n_tokens)
         settled = CURState(store=store, key_sum=open_sums[0], value_sum=open_sums[1])
-        seen_keys, seen_values = mx.depends(list(view), arrays(settled))
-        return settled, (seen_keys, seen_values)
+        return settled, depending(view, arrays(settled))
 
     settings = {
         "budget": budget,

@@ -39,6 +39,7 @@ from velox_fn.engine import checks, landing
 from velox_fn.engine.attention import Queries, Reading, attention_mass, observe_rows
 from velox_fn.engine.dynamic import dynamic_eviction, land, updated, with_scores
 from velox_fn.engine.eviction import Eviction, Init
+from velox_fn.engine.half import cut
 from velox_fn.engine.interval import at_intervals, begun_at_intervals, interval_update
 from velox_fn.engine.observation_window import last_queries
 from velox_fn.engine.pinned import Pinned, pinned_state, pinning
@@ -107,8 +108,8 @@ def curdkv_init(
     if window is not None:
         window = checks.whole_number("window", window, 1)
     store = init_store(batch, n_kv_heads, head_dim, value_dim, dtype, budget=budget, n_sink=n_sink, recent=recent)
-    tracks = solver == "subspace" and granularity == "block" and store.values.shape[-1] > 4 * rank_cap
-    basis = (mx.zeros((batch, n_kv_heads, store.values.shape[-1], 2 * rank_cap)),) if tracks else ()
+    tracks = solver == "subspace" and granularity == "block" and store.value_dim > 4 * rank_cap
+    basis = (mx.zeros((batch, n_kv_heads, store.value_dim, 2 * rank_cap)),) if tracks else ()
     state = CurDKVState(store=store, rank_cap=rank_cap, granularity=granularity, window=window, mean=mean, basis=basis)
     begun: CurDKVState = begun_at_intervals(pinned_state(state, pinned), interval)
     return begun
@@ -200,7 +201,7 @@ def curdkv_observe(
         )
     store, block = _taken_off(state.store, n_tokens, valid)
     for t in range(n_tokens):
-        one = Rows(keys=block.keys[:, :, t, None], values=block.values[:, :, t, None], ranks=block.ranks[:, :, t, None])
+        one = Rows(keys=cut(block.keys, t, t + 1), values=cut(block.values, t, t + 1), ranks=block.ranks[:, :, t, None])
         present = None if valid is None else (valid > t).astype(mx.int32)
         landed, _ = landing.land(store, one, present)
         state = _scored(dataclasses.replace(state, store=landed), queries[:, :, t, None], scale, present, sinks)
@@ -295,14 +296,14 @@ def _taken_off(store: Store, n_tokens: int, valid: mx.array | None) -> tuple[Sto
     rows = used_rows(store)
     before = dataclasses.replace(
         store,
-        keys=rows.keys[:, :, :n],
-        values=rows.values[:, :, :n],
+        keys=cut(rows.keys, 0, n),
+        values=cut(rows.values, 0, n),
         ranks=rows.ranks[:, :, :n],
         offset=store.offset - (n_tokens if valid is None else valid),
         filled=n,
         seen_by_all=store.seen_by_all - (n_tokens if valid is None else 0),
     )
-    return before, Rows(keys=rows.keys[:, :, n:], values=rows.values[:, :, n:], ranks=rows.ranks[:, :, n:])
+    return before, Rows(keys=cut(rows.keys, n, None), values=cut(rows.values, n, None), ranks=rows.ranks[:, :, n:])
 
 
 _AT_ONCE = dynamic_eviction("curdkv", curdkv_init, curdkv_observe, {})

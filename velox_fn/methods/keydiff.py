@@ -27,6 +27,7 @@ import mlx.core as mx
 from velox_fn.engine import checks, select
 from velox_fn.engine.dynamic import DynamicState, dynamic_init, land, with_scores
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.half import Half, one_array
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.landing import tied
 from velox_fn.engine.pinned import Pinned, pinning
@@ -34,7 +35,7 @@ from velox_fn.engine.rows import View
 from velox_fn.engine.scorers import MLX_SUMS, minus_cosine, unit_keys
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, static_eviction
-from velox_fn.engine.store import used_rows
+from velox_fn.engine.store import readable, used_rows
 
 
 def keydiff(
@@ -97,19 +98,19 @@ def keydiff(
 
 def _running_update(
     state: DynamicState,
-    keys: mx.array,
-    values: mx.array,
+    keys: Half,
+    values: Half,
     *,
     queries: mx.array | None = None,
     valid: mx.array | None = None,
 ) -> tuple[DynamicState, View]:
     landed, view = land(state, keys, values, valid)
-    rows = used_rows(landed.store)
+    rows = readable(landed.store, used_rows(landed.store))
     positions = select.rank_positions(rows.ranks)
     unit = unit_keys(rows.keys)
     counted = mx.isfinite(unit) & (positions >= 0)[..., None]
     mean = mx.where(counted, unit, 0.0).sum(axis=2)  # times a number, which does not change the order
-    store = with_scores(landed.store, minus_cosine(rows.keys, mean, MLX_SUMS), keys.shape[2])
+    store = with_scores(landed.store, minus_cosine(rows.keys, mean, MLX_SUMS), one_array(keys).shape[2])
     return dataclasses.replace(landed, store=store), tied(view, store)
 
 

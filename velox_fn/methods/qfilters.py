@@ -30,7 +30,7 @@ from velox_fn.engine.records import record, replaced
 from velox_fn.engine.rows import View
 from velox_fn.engine.scorers import metal_projection, projection_terms
 from velox_fn.engine.select import Scores
-from velox_fn.engine.static import Params, RowScores, per_row, scored, static_update
+from velox_fn.engine.static import Params, RowScores, per_row, scored, static_ranks, static_update
 from velox_fn.engine.store import Store, init_store
 
 
@@ -231,13 +231,18 @@ def qfilters(
     init: Init = functools.partial(_init, **settings, filters=filters, use_metal_kernels=use_metal_kernels)
     init(1, n_kv_heads, head_dim)  # refuses settings that cannot work
     params = {} if filters is None else {"filters": filters}
-    method = Eviction(init, _update, "qfilters", settings, params, scored=_scored)
+    method = Eviction(init, _update, "qfilters", settings, params, scored=_scored, arrival=_arrival)
     return at_intervals(pinning(method, pinned), interval)
 
 
 def _scored(state: QFiltersState) -> QFiltersState:
     score = _SCORES[state.store.metal, state.sign]
     return replaced(state, store=scored(state.store, score, (state.filters,)))
+
+
+def _arrival(state: QFiltersState, keys: mx.array, values: mx.array, valid: mx.array | None) -> mx.array:
+    score = _SCORES[state.store.metal, state.sign]
+    return static_ranks(state.store, keys, values, score, (state.filters,), valid)
 
 
 def _projection(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:

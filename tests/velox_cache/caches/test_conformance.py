@@ -22,7 +22,7 @@ import velox_cache as vc
 from velox_fn import METHODS, arrays, kept_positions
 from velox_fn.registry import method_factory
 
-PROBED_AND_ABSENT = {"to_quantized", "bits", "group_size"}  # mlx_lm takes their absence for "not quantised"
+PROBED_AND_ABSENT = {"bits", "group_size"}  # mlx_lm takes their absence for "not quantised"
 METHOD_NAMES = list(METHODS)
 
 
@@ -96,8 +96,7 @@ def test_cache_has_what_plain_and_batched_caches_have() -> None:
     assert {name for name in public if not hasattr(vc.EvictingKVCache, name)} == set()
 
 
-@pytest.mark.parametrize("name", ["to_quantized", "bits", "group_size"])
-@pytest.mark.filterwarnings("ignore:kv_bits")
+@pytest.mark.parametrize("name", ["bits", "group_size"])
 def test_names_that_mean_a_quantised_cache_are_absent(name: str) -> None:
     assert not hasattr(small("qfilters"), name)
 

@@ -1,0 +1,275 @@
+"""Quantised rows: the same rows stay, and their bits do not change after they came."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import ARGUMENTS, Case
+
+from velox_fn import METHODS, Eviction, arrays, attend, dequantised, kept_bytes, kept_positions, kv, quantised
+from velox_fn.engine import batch
+from velox_fn.registry import BUILT_IN
+from velox_fn.testing import LAWS, Layer, block, fed
+from velox_fn.testing.trials import begun, bits, cut_out, positions
+
+LAYER = Layer(head_dim=32, value_dim=64)
+WIDTHS = ((8, 8), (8, 4), (None, 2), (3, None))
+
+
+def wide(array: mx.array) -> mx.array:
+    """A calibrated array of the laws' narrow heads, for the heads here."""
+    if array.ndim < 2 or array.shape[-1] != 8:
+        return array
+    rng = np.random.default_rng(5)
+    if array.ndim == 3:
+        return mx.broadcast_to(mx.eye(LAYER.head_dim), (array.shape[0], LAYER.head_dim, LAYER.head_dim))
+    return mx.array(rng.standard_normal((array.shape[0], LAYER.head_dim)).astype(np.float32))
+
+
+def wide_case(method: str, label: str, arguments: dict[str, Any]) -> Case:
+    named = {name: wide(value) if isinstance(value, mx.array) else value for name, value in arguments.items()}
+    if "rope" in named:
+        named["rope"] = {**named["rope"], "dims": LAYER.head_dim}
+    return Case(method, label, named)
+
+
+CASES = [
+    wide_case(method, label, arguments)
+    for method in METHODS
+    for label, arguments in ARGUMENTS.get(method, (("", {}),))
+    if "calib_tokens" not in arguments and "renumber" not in arguments
+]
+STATIC = [case for case in CASES if case.make().static]
+every_method = pytest.mark.parametrize("case", CASES, ids=str)
+every_static = pytest.mark.parametrize("case", STATIC, ids=str)
+
+
+def packed(case: Case, key_bits: int | None = 8, value_bits: int | None = 4, **changes: Any) -> Eviction:
+    return quantised(case.make(**changes), key_bits=key_bits, value_bits=value_bits, group_size=32)
+
+
+def tokens_of(n_tokens: int, seed: int = 0, **options: Any) -> Any:
+    return block(n_tokens, seed=seed, layer=LAYER, **options)
+
+
+def expected(half: mx.array, n_bits: int | None) -> mx.array:
+    """What quantised rows read as."""
+    if n_bits is None:
+        return half
+    return mx.dequantize(*mx.quantize(half, group_size=32, bits=n_bits), group_size=32, bits=n_bits)
+
+
+@every_static
+@pytest.mark.parametrize("interval", [1, 8])
+@pytest.mark.parametrize(("key_bits", "value_bits"), WIDTHS)
+def test_static_methods_keep_the_rows_that_they_keep_unquantised(
+    case: Case, key_bits: int | None, value_bits: int | None, interval: int
+) -> None:
+    if interval > 1 and case.arguments.get("rollback"):
+        return
+    tokens = tokens_of(80)
+    plain = fed(case.make(interval=interval), tokens, [8, 8, 8, 4, *[1] * 20, *[8] * 4])
+    small = fed(packed(case, key_bits, value_bits, interval=interval), tokens, [8, 8, 8, 4, *[1] * 20, *[8] * 4])
+    assert np.array_equal(positions(plain), positions(small))
+    for before, after, n_bits in zip(kv(plain), kv(small), (key_bits, value_bits), strict=True):
+        assert np.array_equal(bits(expected(before, n_bits)), bits(after))
+
+
+@every_static
+def test_pinned_rows_stay_as_they_do_unquantised(case: Case) -> None:
+    tokens, pinned = tokens_of(80, seed=4), [(5, 8)]
+    plain, small = (fed(make(case, pinned=pinned), tokens, [40, *[1] * 40]) for make in (Case.make, packed))
+    assert np.isin([5, 6, 7], positions(small)).all()
+    assert np.array_equal(positions(plain), positions(small))
+
+
+@every_static
+@pytest.mark.parametrize("calls", [[80], [1] * 80, [24, 1, 1, 30, 1, 23]], ids=["block", "tokens", "mixed"])
+def test_the_kept_set_does_not_depend_on_the_calls(case: Case, calls: list[int]) -> None:
+    tokens = tokens_of(80, seed=3)
+    assert np.array_equal(positions(fed(case.make(), tokens, [80])), positions(fed(packed(case), tokens, calls)))
+
+
+@every_method
+@pytest.mark.parametrize("interval", [1, 8])
+@pytest.mark.parametrize("proxy", [True, False], ids=["proxy", "queries"])
+def test_a_kept_row_is_the_token_quantised_once(case: Case, interval: int, proxy: bool) -> None:
+    if interval > 1 and case.arguments.get("rollback"):
+        return
+    tokens = tokens_of(120, seed=1)
+    state = fed(packed(case, interval=interval), tokens, [8, 8, 8, 4, *[1] * 60, *[8] * 4], proxy=proxy)
+    at = kept_positions(state)[..., None]
+    assert positions(state).shape[2] < 120
+    for given, kept, n_bits in zip(tokens[:2], kv(state), (8, 4), strict=True):
+        assert np.array_equal(bits(expected(mx.take_along_axis(given, at, axis=2), n_bits)), bits(kept))
+
+
+@every_method
+@pytest.mark.parametrize("interval", [1, 8])
+def test_a_sequence_of_a_ragged_batch_keeps_what_it_keeps_alone(case: Case, interval: int) -> None:
+    if interval > 1 and case.arguments.get("rollback"):
+        return
+    method = packed(case, interval=interval)
+    tokens = [tokens_of(90, seed=seed) for seed in (1, 2)]
+    alone = [fed(method, tokens[0], [8] * 7), fed(method, tokens[1], [8, 8, 4])]
+    together = batch.merge([method.scored(state) for state in alone])
+    for step in range(20):
+        new = [cut_out(own, seen + step, 1) for own, seen in zip(tokens, (56, 20), strict=True)]
+        keys, values, _ = (mx.concatenate(parts, axis=0) for parts in zip(*new, strict=True))
+        together, _ = method.update(together, keys, values)
+        alone = [method.update(state, *one[:2])[0] for state, one in zip(alone, new, strict=True)]
+    for b, state in enumerate(alone):
+        own = positions(state)
+        found = positions(together)[b : b + 1]
+        assert np.array_equal(found[found >= 0], own[own >= 0])
+        for batched, single in zip(kv(together), kv(state), strict=True):
+            assert np.array_equal(bits(batched[b : b + 1, :, : own.shape[2]]), bits(single))
+
+
+@every_static
+def test_padding_is_neither_kept_nor_scored(case: Case) -> None:
+    tokens = tokens_of(60, batch=2)
+    poisoned = [mx.where(mx.arange(60)[None, :, None] >= 45, mx.nan, part) for part in tokens[:2]]
+    method = packed(case)
+    state = begun(method, tokens)
+    for start, n_tokens in ((0, 30), (30, 30)):
+        keys, values = (part[:, :, start : start + n_tokens] for part in poisoned)
+        keys = mx.concatenate([tokens[0][:1, :, start : start + n_tokens], keys[1:]], axis=0)
+        values = mx.concatenate([tokens[1][:1, :, start : start + n_tokens], values[1:]], axis=0)
+        valid = mx.array([n_tokens, 30 if start == 0 else 15], mx.int32)
+        state, view = method.update(state, keys, values, valid=valid)
+        assert all(mx.isfinite(half).all().item() for half in dequantised(state, view))
+    plain = fed(case.make(), tuple(part[1:, :, :45] for part in tokens), [30, 15])
+    found = positions(state)[1]
+    assert np.array_equal(found[found >= 0], positions(plain)[0].ravel())
+    assert all(mx.isfinite(half).all().item() for half in kv(state))
+
+
+@every_method
+@pytest.mark.parametrize(
+    "law",
+    [
+        "states_are_records",
+        "the_budget_holds",
+        "the_offset_counts_tokens",
+        "sinks_and_recent_rows_stay",
+        "a_state_can_be_forked",
+        "a_compiled_step_serves_the_next_ones",
+        "rows_that_are_not_finite_lose",
+        "ties_do_not_change_the_number",
+        "the_dtype_stays",
+    ],
+)
+def test_the_laws_hold(case: Case, law: str) -> None:
+    LAWS[law](packed(case), LAYER)
+
+
+@every_method
+@pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
+def test_a_row_that_is_not_finite_leaves_at_its_boundary(case: Case, half: int) -> None:
+    if case.arguments.get("rollback"):
+        return
+    tokens = [np.array(part) for part in tokens_of(64, seed=6)]
+    tokens[half][:, :, [9, 12], 3] = [np.nan, np.inf]
+    keys, values, queries = map(mx.array, tokens)
+    state = fed(packed(case, interval=8), (keys, values, queries), [8] * 8)
+    assert not np.isin(positions(state), [9, 12]).any()
+    assert all(mx.isfinite(kept).all().item() for kept in kv(state))
+
+
+@every_method
+def test_a_view_of_one_token_shows_the_rows_as_stored_and_of_several_the_block_as_it_came(case: Case) -> None:
+    tokens, method = tokens_of(90, seed=2), packed(case)
+    state = fed(method, tokens, [40, 1, 1])
+    keys, values, _ = cut_out(tokens, 42, 1)
+    after, view = method.update(state, keys, values)
+    assert [len(half) for half in view] == [3, 3]
+    assert dequantised(after, view)[0].shape[2] == positions(state).shape[2] + 1
+    keys, values, _ = cut_out(tokens, 42, 9)
+    _, view = method.update(state, keys, values)
+    for half, kept, came in zip(view, kv(state), (keys, values), strict=True):
+        assert np.array_equal(bits(half[:, :, -9:]), bits(came))
+        assert {row.tobytes() for row in bits(half[0, 0, :-9])} == {row.tobytes() for row in bits(kept[0, 0])}
+
+
+@every_method
+def test_a_step_writes_no_more_than_its_row(case: Case) -> None:
+    tokens, method = tokens_of(300, seed=2), packed(case)
+    state = fed(method, tokens, [200, 1, 1])
+    for t in range(202, 300):
+        state, view = method.update(state, *cut_out(tokens, t, 1)[:2])
+        mx.eval(view)
+    assert sum(leaf.nbytes for leaf in arrays((state.store.keys, state.store.values))) <= 2 * 40 * (32 + 8 + 32 + 16)
+
+
+@pytest.mark.parametrize(("key_bits", "value_bits"), WIDTHS)
+def test_bytes_are_those_of_the_stored_arrays(key_bits: int | None, value_bits: int | None) -> None:
+    method = quantised(BUILT_IN["l2norm"].make(budget=16), key_bits=key_bits, value_bits=value_bits, group_size=32)
+    state = fed(method, tokens_of(50, dtype=mx.float16), [40, *[1] * 10])
+
+    def row(width: int, n_bits: int | None) -> float:
+        return width * 2 if n_bits is None else width * n_bits / 8 + 4 * width / 32
+
+    assert kept_bytes(state) == 2 * 16 * (row(32, key_bits) + row(64, value_bits))
+
+
+@pytest.mark.parametrize(("key_bits", "value_bits"), WIDTHS)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("masked", ["none", "bool", "numbers"])
+def test_attention_is_that_over_the_rows_read_back(
+    key_bits: int | None, value_bits: int | None, with_sinks: bool, masked: str
+) -> None:
+    method = quantised(BUILT_IN["l2norm"].make(budget=16), key_bits=key_bits, value_bits=value_bits, group_size=32)
+    tokens = tokens_of(60, batch=2)
+    state = fed(method, tokens, [40, *[1] * 19])
+    keys, values, queries = cut_out(tokens, 59, 1)
+    state, view = method.update(state, keys, values)
+    rng = np.random.default_rng(0)
+    n_rows = 17
+    shown = rng.random((2, 1, 1, n_rows)) < 0.7
+    shown[..., 0] = True
+    numbers = rng.standard_normal((2, 4, 1, n_rows)).astype(np.float32)
+    mask = {"none": None, "bool": mx.array(shown), "numbers": mx.array(numbers)}[masked]
+    sinks = mx.array([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
+    found = np.array(attend(state, queries, view, scale=0.3, mask=mask, sinks=sinks))
+
+    k, v = (np.array(half, dtype=np.float64) for half in dequantised(state, view))
+    q = np.array(queries, dtype=np.float64)
+    for b in range(2):
+        for head in range(4):
+            logits = k[b, head // 2] @ q[b, head, 0] * 0.3
+            if masked == "bool":
+                logits[~shown[b, 0, 0]] = -np.inf
+            if masked == "numbers":
+                logits += numbers[b, head, 0]
+            extra = [float(sinks[head])] if sinks is not None else []
+            weights = np.exp(np.append(logits, extra))
+            weights = (weights / weights.sum())[:n_rows]
+            np.testing.assert_allclose(found[b, head, 0], weights @ v[b, head // 2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"key_bits": 7}, "key_bits must be one of None, 2, 3"),
+        ({"value_bits": True}, "value_bits must be one of"),
+        ({"key_bits": 4, "group_size": 48}, "group_size must be one of 32, 64, 128"),
+    ],
+)
+def test_widths_that_mlx_does_not_have_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BUILT_IN["l2norm"].make(budget=16, **arguments)
+
+
+def test_a_group_that_does_not_divide_the_row_is_refused() -> None:
+    method = BUILT_IN["l2norm"].make(budget=16, key_bits=8, group_size=64)
+    with pytest.raises(ValueError, match="keys of dimension 32 cannot be quantised in groups of 64"):
+        method.init(1, 2, 32)
+
+
+def test_methods_that_read_stored_keys_again_are_refused() -> None:
+    with pytest.raises(ValueError, match="renumber=True turns the stored keys"):
+        BUILT_IN["streaming_llm"].make(budget=16, renumber=True, rope={"dims": 32, "base": 50.0}, key_bits=8)
+    with pytest.raises(ValueError, match="without filters"):
+        BUILT_IN["qfilters"].make(budget=16, value_bits=8).init(1, 2, 64)

@@ -1,0 +1,116 @@
+"""Rows at several widths, at equal bytes: what fewer rows as they came and more quantised ones make of a passage."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from velox_cache.calibration.artifact import Calibration
+from velox_cache.harness.arm_readings import read_arms
+from velox_cache.harness.arms import FULL, Arm, cache_maker
+from velox_cache.harness.memory import cache_usage
+from velox_cache.harness.shared_prefill import shared_prefill
+
+WIDTHS: Mapping[str, tuple[int | None, int | None]] = MappingProxyType(
+    {"as they came": (None, None), "8 bits": (8, 8), "keys 8, values 4": (8, 4), "4 bits": (4, 4)}
+)
+"""Of keys and values, by the name that tables give them."""
+SHARES = (1 / 4, 1 / 8, 1 / 16)
+
+
+@dataclass(frozen=True)
+class EqualBytesReading:
+    """One width at one number of bytes on one passage, against the full cache."""
+
+    widths: str  # of `WIDTHS`
+    share: float  # of the full cache's bytes at the passage's end
+    passage: int
+    budget: int  # rows, of which the bytes are at most that share
+    row_bytes: float  # of one token's row in all bounded layers
+    kept_bytes: int  # after the passage
+    full_bytes: int  # of the full cache then
+    step_bytes: int  # of keys and values that a step over budget reads
+    perplexity: float
+    full_perplexity: float
+    kl_divergence: float  # to the full cache, nats per token
+    agreement: float  # share of tokens with the same most likely next token
+
+
+def read_at_equal_bytes(
+    model: nn.Module,
+    passages: Sequence[Sequence[int]],
+    method: str,
+    *,
+    n_context: int,
+    settings: Mapping[str, Any] | None = None,
+    calibration: Calibration | None = None,
+    shares: Sequence[float] = SHARES,
+    group_size: int = 64,
+    dtype: mx.Dtype = mx.bfloat16,
+    advance: Callable[[int], object] = lambda n_tokens: None,
+) -> list[EqualBytesReading]:
+    """Read each passage under `method` in as many rows of each width as have the same bytes.
+
+    The context is read at once and evicted from, the rest goes in token by token. Bytes are those of keys and values
+    as they are stored, scales and biases included; what a method holds beside its rows, such as filters, is not counted
+    into `budget`. Raises ValueError as `install` does, also where a share leaves too few rows.
+
+    dtype: that rows come in. The model computes in its own, since a CPU has no fast 16-bit products.
+    """
+    found = []
+    row_bytes = {
+        name: _row_bytes(model, method, _widths(pair, group_size), settings, calibration, dtype)
+        for name, pair in WIDTHS.items()
+    }
+    plain = row_bytes["as they came"]
+    for number, passage in enumerate(passages):
+        arms, about = [], []
+        for share in shares:
+            for name, pair in WIDTHS.items():
+                budget = int(share * (len(passage) - 1) * plain / row_bytes[name])  # the last is not read
+                given = {**(settings or {}), **_widths(pair, group_size), "budget": budget}
+                arms.append(Arm(f"{name} at {share:.4g}", method, given))
+                about.append((name, share, budget))
+        makers = [cache_maker(model, arm, calibration) for arm in (FULL, *arms)]
+        full, *readings = read_arms(model, passage, makers, n_context=n_context, dtype=dtype, advance=advance)
+        for (name, share, budget), reading in zip(about, readings, strict=True):
+            found.append(
+                EqualBytesReading(
+                    name,
+                    share,
+                    number,
+                    budget,
+                    row_bytes[name],
+                    reading.usage.kept_bytes,
+                    full.usage.kept_bytes,
+                    int((budget + 1) * row_bytes[name]),  # the landing row is read too
+                    reading.perplexity,
+                    full.perplexity,
+                    reading.fidelity.kl_divergence,
+                    reading.fidelity.agreement,
+                )
+            )
+    return found
+
+
+def _widths(pair: tuple[int | None, int | None], group_size: int) -> dict[str, Any]:
+    key_bits, value_bits = pair
+    given = {"key_bits": key_bits, "value_bits": value_bits}
+    return {**given, "group_size": group_size} if key_bits or value_bits else {}
+
+
+def _row_bytes(
+    model: nn.Module,
+    method: str,
+    widths: Mapping[str, Any],
+    settings: Mapping[str, Any] | None,
+    calibration: Calibration | None,
+    dtype: mx.Dtype,
+) -> float:
+    """Bytes of one token in all bounded layers: counted in caches that have seen a few, at two lengths."""
+    make = cache_maker(model, Arm("", method, {**(settings or {}), **widths, "budget": 64}), calibration)
+    sizes = [cache_usage(shared_prefill(model, list(range(n))).in_dtype(dtype).into(make())).kept_bytes for n in (2, 4)]
+    return (sizes[1] - sizes[0]) / 2

@@ -1,0 +1,55 @@
+"""What `install` asks of a model whose caches store quantised rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from velox_cache.installation.installed import InstalledCaches
+from velox_cache.introspection.query_tap import QueryTap, model_type
+
+
+def both_widths(bits: int | None, settings: Mapping[str, Any]) -> dict[str, int]:
+    """The settings that `bits` stands for. ValueError when one of them is given as well."""
+    if bits is None:
+        return {}
+    given = [name for name in ("key_bits", "value_bits") if settings.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"bits={bits} is key_bits and value_bits in one, and {' and '.join(given)} is given too; drop one"
+        )
+    return {"key_bits": bits, "value_bits": bits}
+
+
+def tap_of(model: nn.Module, *, why_quantised: bool) -> QueryTap:
+    """A tap on the model's attention, which reads quantised rows or shows queries. ValueError where there is none."""
+    try:
+        return QueryTap(model)
+    except ValueError as error:
+        if not why_quantised:
+            raise
+        raise ValueError(
+            f"model type {model_type(model)!r} does attention by hand, not through mlx_lm's function, and cannot read "
+            "quantised rows; leave bits, key_bits and value_bits out"
+        ) from error
+
+
+def check_reads_quantised_rows(model: nn.Module, installed: InstalledCaches) -> None:
+    """ValueError, with the tap removed, unless the model's calls of two tokens and of one take quantised rows.
+
+    Nothing of the second call is computed.
+    """
+    try:
+        caches = installed()
+        model(mx.array([[0, 1]]), cache=caches)
+        model(mx.array([[0]]), cache=caches)
+    except BaseException as error:
+        if installed.tap is not None:
+            installed.tap.remove()
+        if isinstance(error, ValueError) or not isinstance(error, Exception):
+            raise
+        raise ValueError(
+            f"model type {model_type(model)!r} does something with the keys and values that its caches return, beside "
+            f"attention, that quantised rows do not allow ({error}); leave bits, key_bits and value_bits out"
+        ) from error
