@@ -89,8 +89,11 @@ def _ceiling(scores: mx.array, budget: int, recent: int) -> Eviction:
     """A static method whose states hold the scores; as a method's params they would have to be [H,D]."""
     method = static_eviction("ceiling", _looked_up, budget=budget, recent=recent)
 
-    def init(batch: int, *shape: Any) -> StaticState:
-        return replaced(method.init(batch, *shape), params=(per_row(scores, batch),))
+    def init(
+        batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
+    ) -> StaticState:
+        empty: StaticState = method.init(batch, n_kv_heads, head_dim, value_dim, dtype)
+        return replaced(empty, params=(per_row(scores, batch),))
 
     return dataclasses.replace(method, init=init)
 

@@ -50,13 +50,11 @@ class ReadContext:
 
     def caches(self, contender: Contender, *, stop: int | None = None) -> PromptCache:
         """The caches of an arm after the first `stop` tokens of the context (None: all), evicted in blocks."""
-        arm = contender.arm
-        if arm.method in CEILINGS:
-            scores = self._scores.get(arm.method)
-            if scores is None:
-                scores = CEILINGS[arm.method](self.model, self.tokenizer, self.context, self.rows)
-                self._scores[arm.method] = scores
-            fresh = caches_by_scores(self.model, scores, **arm.settings)
+        method, settings = contender.arm.method, contender.arm.settings
+        if method is not None and method in CEILINGS:
+            if method not in self._scores:
+                self._scores[method] = CEILINGS[method](self.model, self.tokenizer, self.context, self.rows)
+            fresh = caches_by_scores(self.model, self._scores[method], **settings)
         else:
             fresh = contender.make()
         return self.rows.into(fresh, stop=stop, block=self.block)
@@ -88,7 +86,7 @@ def rows_on_disk(
 
 def model_digest(model: nn.Module) -> str:
     """A name for the weights: what rows on disk belong to."""
-    named = sorted(tree_flatten(model.parameters()), key=lambda item: item[0])
+    named: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()), key=lambda item: item[0])  # type: ignore[arg-type]
     header = repr([(name, array.shape, str(array.dtype)) for name, array in named])
     return hashlib.sha256(np.array(digest(header, [array for _, array in named])).tobytes()).hexdigest()[:16]
 

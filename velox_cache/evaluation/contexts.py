@@ -61,7 +61,7 @@ def make_context(
             text = planted(rng, text, question.facts, whole)
         tokens = _encoded(tokenizer, text)
         over = len(start) + len(tokens) - length
-        if 0 <= over <= _SPARE:
+        if 0 <= over <= _SPARE and length - dropped > _SPARE:
             break
         dropped = max(0, dropped + over - _SPARE // 2)
     else:

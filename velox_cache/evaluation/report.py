@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from velox_cache.evaluation.questions import CHANCE
 
 Key = tuple[str, str]
 """(arm, share)"""
-_SURE = 2.0  # standard deviations that the full cache must be above chance
+_RARE = 1 / 40
 
 
 def by_context(rows: Sequence[Row], measure: str, number: Callable[[Values], float]) -> dict[Key, list[float]]:
@@ -39,14 +40,13 @@ def divergences(rows: Sequence[Row]) -> dict[Key, list[float]]:
 
 
 def tasks_that_count(rows: Sequence[Row], full: str, measure: str = "context") -> dict[str, bool]:
-    """By task: whether the full cache answers clearly more than a guesser, two standard deviations of whose luck."""
-    answers: dict[str, list[float]] = {}
+    """By task: whether the full cache answers so many questions as a guesser would in less than 1 of 40 cases."""
+    answers: dict[str, list[bool]] = {}
     for row in rows:
         if row.measure == measure and row.arm == full:
             for answer in row.values["answers"]:
-                answers.setdefault(answer["task"], []).append(float(margin(answer["logprobs"]) > 0))
-    luck = (CHANCE * (1 - CHANCE)) ** 0.5
-    return {task: float(np.mean(found)) > CHANCE + _SURE * luck / len(found) ** 0.5 for task, found in answers.items()}
+                answers.setdefault(answer["task"], []).append(margin(answer["logprobs"]) > 0)
+    return {task: _luck(sum(found), len(found)) < _RARE for task, found in answers.items()}
 
 
 def answered(rows: Sequence[Row], tasks: Sequence[str], measure: str = "context") -> dict[Key, list[float]]:
@@ -132,6 +132,13 @@ def environment() -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "blas_preloaded": os.path.basename(os.environ.get("LD_PRELOAD", "")),
     }
+
+
+def _luck(n_right: int, n_asked: int) -> float:
+    """The probability that a guesser has so many right, or more."""
+    return sum(
+        math.comb(n_asked, n) * CHANCE**n * (1 - CHANCE) ** (n_asked - n) for n in range(n_right, n_asked + 1)
+    )
 
 
 def _number(share: str) -> float:

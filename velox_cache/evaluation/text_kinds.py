@@ -14,12 +14,12 @@ from velox_cache.calibration.texts import CALIBRATION
 
 HALVES = ("choice", "report")
 
-_SOURCES = """
+_MODULES = """
 argparse asyncio.base_events calendar cgitb configparser difflib dis doctest enum ftplib functools gettext heapq
 html.parser http.client imaplib inspect ipaddress logging mailbox optparse pathlib pdb pickle pickletools platform
 plistlib pprint pydoc random sched selectors shutil smtplib ssl statistics subprocess tarfile tempfile textwrap
 threading trace traceback turtle typing unittest.mock uuid warnings weakref xml.dom.minidom zipfile
-""".split()
+"""
 
 
 def kind_text(kind: str, half: str) -> str:
@@ -39,14 +39,24 @@ def _prose(half: int) -> str:
 
 
 def _technical(half: int) -> str:
-    """The Python language reference as `pydoc` shows it, without what calibration reads."""
-    return "\n\n".join(text for name, text in sorted(topics.items()) if name not in CALIBRATION and _side(name) == half)
+    """The Python language reference as `pydoc` shows it, without what calibration reads.
+
+    Its topics repeat each other: a paragraph counts where it stands first.
+    """
+    seen = {paragraph for name in CALIBRATION for paragraph in topics[name].split("\n\n")}
+    halves: tuple[list[str], list[str]] = ([], [])
+    for name, text in sorted(topics.items()):
+        for paragraph in text.split("\n\n"):
+            if paragraph not in seen:
+                seen.add(paragraph)
+                halves[_side(name)].append(paragraph)
+    return "\n\n".join(halves[half])
 
 
 def _code(half: int) -> str:
     """Modules of the standard library, in Python."""
     found = []
-    for name in (name for name in _SOURCES if _side(name) == half):
+    for name in (name for name in _MODULES.split() if _side(name) == half):
         try:
             spec = importlib.util.find_spec(name)
         except ImportError:  # not in this version of Python
@@ -116,7 +126,7 @@ def _dialogue(half: int) -> str:
 
 def _side(name: str) -> int:
     """The half of a part, by its name alone: other versions of Python have more parts, and none changes sides."""
-    return zlib.crc32(name.encode()) % len(HALVES)
+    return (zlib.crc32(name.encode()) >> 4) % len(HALVES)  # this bit makes both halves of a kind about as long
 
 
 KINDS: Mapping[str, Callable[[int], str]] = MappingProxyType(

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.cache_kinds import is_list, with_parts
 from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill, viewed, viewed_caches
+from velox_cache.introspection.query_tap import flat_caches
 
 _ROWS, _QUERIES = "rows.safetensors", "queries.safetensors"
 
@@ -68,7 +69,8 @@ class SharedPrefill:
         part = folder.with_name(f"{folder.name}.part")
         part.mkdir(parents=True, exist_ok=True)
         save_prompt_cache(str(part / _ROWS), list(self.caches))
-        arrays, about = {}, []
+        arrays: dict[str, mx.array] = {}
+        about = []
         for i, call in enumerate(self.calls):
             about.append({"layer": call.layer, "scale": call.scale})
             arrays |= {f"{i}.queries": call.queries} | {f"{i}.terms.{name}": term for name, term in call.terms.items()}
@@ -79,15 +81,16 @@ class SharedPrefill:
     def load(cls, folder: Path) -> "SharedPrefill":
         """What `save` wrote. Arrays are read when they are used, and not before."""
         caches = tuple(load_prompt_cache(str(folder / _ROWS)))
-        arrays, about = mx.load(str(folder / _QUERIES), return_metadata=True)
-        rows = {i: cache for i, cache in enumerate(caches) if isinstance(cache, KVCache)}
+        loaded: Any = mx.load(str(folder / _QUERIES), return_metadata=True)
+        arrays, about = loaded
         calls = []
         for i, call in enumerate(json.loads(about["calls"])):
-            own = rows.get(call["layer"])
-            keys, values = (None, None) if own is None else (own.keys, own.values)
+            own = flat_caches([caches[call["layer"]]])[0]
             prefix = f"{i}.terms."
             terms = {name.removeprefix(prefix): term for name, term in arrays.items() if name.startswith(prefix)}
-            calls.append(LayerQueries(call["layer"], arrays[f"{i}.queries"], keys, values, call["scale"], terms))
+            calls.append(
+                LayerQueries(call["layer"], arrays[f"{i}.queries"], own.keys, own.values, call["scale"], terms)
+            )
         return cls(int(about["n_tokens"]), tuple(calls), caches)
 
     def _filled(self, cache: Any, own: Any, call: LayerQueries | None, start: int, stop: int) -> Any:

@@ -91,7 +91,7 @@ def side_by_side(model: nn.Module, prompt_caches: Sequence[Sequence[Any]]) -> It
     order = mx.argsort(mx.array([i for group in groups for i in group]))
 
     def step(tokens: Sequence[int] | Sequence[Sequence[int]]) -> mx.array:
-        given = mx.array(tokens)
+        given = mx.array(list(tokens))
         blocks = given if given.ndim == 2 else given[:, None]
         batches = [blocks[mx.array(group)] for group in groups]
         logits = [model(batch, cache=stack) for batch, stack in zip(batches, stacks, strict=True)]
