@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from velox_cache import uninstall
-from velox_cache.cli.main import argument_parser
+from velox_cache.cli.main import COMMANDS, argument_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+REPORT = {"results/README.md": (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")}
 
 
 def blocks(page, language):
@@ -45,10 +48,48 @@ def test_the_first_page_runs(smollm2_path):
     uninstall(names["model"])
 
 
-@pytest.mark.parametrize(("page", "line"), [(page, line) for page, line in SHELL if line.startswith("velox ")])
+def code_lines(text):
+    """The lines of a page that stand in a block, fenced or indented, those continued by a backslash as one."""
+    fenced = [code for language, code in re.findall(FENCED, text) if language in ("", "bash")]
+    unfenced = re.sub(FENCED, "", text)
+    indented = re.findall(r"^    (\S.*)$", unfenced, re.MULTILINE)
+    return "\n".join([*fenced, *indented]).replace("\\\n", " ").splitlines()
+
+
+VELOX_LINES = [
+    (page, command)
+    for page, text in (PAGES | REPORT).items()
+    for line in code_lines(text)
+    for command in re.findall(r"(?:^|/)velox ((?!-).*)$", line)
+]
+INLINE = [
+    (page, span)
+    for page, text in (PAGES | REPORT).items()
+    for span in re.findall(r"`velox ([a-z][^`]*)`", re.sub(FENCED, "", text))
+]
+
+
+@pytest.mark.parametrize(("page", "line"), VELOX_LINES)
 def test_velox_commands_parse(page, line):
-    words = shlex.split(line, comments=True)[1:]
+    words = shlex.split(line, comments=True)
     argument_parser(words[0]).parse_args(words)
+
+
+@pytest.mark.parametrize(("page", "span"), INLINE)
+def test_velox_commands_in_the_text_have_the_options_that_they_name(page, span, capsys):
+    words = shlex.split(span.replace("...", ""))
+    assert words[0] in COMMANDS
+    deepest = words[:2] if words[0] == "eval" and len(words) > 1 else words[:1]
+    with pytest.raises(SystemExit, match="0"):
+        argument_parser(words[0]).parse_args([*deepest, "--help"])
+    told = capsys.readouterr().out
+    for word in words:
+        assert not word.startswith("--") or word in told or "--server-options" in words
+
+
+def test_lines_outside_of_fences_are_found():
+    assert {"curdkv.md", "distributed.md", "mlx_lm.md"} <= {page for page, _ in VELOX_LINES}
+    assert ("mlx_lm.md", "inspect-model MODEL") in INLINE
 
 
 def test_extras_that_pages_install_exist():

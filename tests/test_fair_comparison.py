@@ -50,7 +50,7 @@ ARMS += [(method, {"renumber": True}) for method in ("h2o", "streaming_llm")]
 def test_every_arm_keeps_the_whole_budget_and_the_true_offset(model, calibration, method, options):
     settings = dict(options)
     filters = calibration if settings.pop("calibrated", False) else None
-    install(model, method, budget=BUDGET, filters=filters, **settings)
+    install(model, method, budget=BUDGET, calibration=filters, **settings)
     [cache] = model.make_cache()
     tokens = mx.random.randint(0, 97, (1, PROMPT), key=mx.random.key(1))
     for start in range(0, PROMPT, 512):

@@ -2,13 +2,16 @@
 
 from .caches.evicting import EvictingKVCache, MissingQueriesError
 from .caches.prompt_file import load_prompt_cache, register_with_mlx_lm, save_prompt_cache
+from .caches.protocol import KVCache
 from .calibration import average_gqa_filters, compute_qfilters
-from .calibration.artifact import QFiltersCalibration, import_published_filters, load_qfilters, save_qfilters
+from .calibration.artifact import Calibration, import_published_filters, load_calibration, save_calibration
 from .calibration.calibrating import calibrate, collect_query_activations, sign_agreement
 from .compat.builder import KVCacheBuilder
+from .compat.calibration_names import QFiltersCalibration, load_qfilters, save_qfilters
 from .compat.config import KVCacheConfig
 from .compat.curdkv_cache import CurDKVKVCache
 from .compat.qfilters_cache import QFiltersKVCache
+from .harness.summary import CacheSummary, LayerSummary, summary
 from .installation.installing import InstallReport, install, uninstall
 from .introspection.plan import LayerPlan, plan_layers
 from .introspection.query_tap import observe_queries
@@ -16,12 +19,16 @@ from .learning.weight_search import SearchOutcome, search_weights
 from .version import __version__
 
 __all__ = [
+    "CacheSummary",
+    "Calibration",
     "CurDKVKVCache",
     "EvictingKVCache",
     "InstallReport",
+    "KVCache",
     "KVCacheBuilder",
     "KVCacheConfig",
     "LayerPlan",
+    "LayerSummary",
     "MissingQueriesError",
     "QFiltersCalibration",
     "QFiltersKVCache",
@@ -33,14 +40,17 @@ __all__ = [
     "compute_qfilters",
     "import_published_filters",
     "install",
+    "load_calibration",
     "load_prompt_cache",
     "load_qfilters",
     "observe_queries",
     "plan_layers",
     "register_with_mlx_lm",
+    "save_calibration",
     "save_prompt_cache",
     "save_qfilters",
     "search_weights",
     "sign_agreement",
+    "summary",
     "uninstall",
 ]

@@ -29,6 +29,7 @@ class EvictingModelProvider(ModelProvider):
     def __init__(self, cli_args: argparse.Namespace, install: Install) -> None:
         _refuse_draft(cli_args.draft_model)
         super().__init__(cli_args)
+        _warn_of_quantised_rows(cli_args)
         self._install = install
         self.failure: Exception | None = None
 
@@ -41,6 +42,18 @@ class EvictingModelProvider(ModelProvider):
         except Exception as error:  # anything: this runs in the server's own thread, where nobody would see it
             self.failure = error
             _thread.interrupt_main()
+
+    def load(
+        self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
+    ) -> tuple[Any, Any]:
+        """The model and its tokenizer, with the adapter of the request if it names one.
+
+        mlx_lm knows "default_model" by its adapter too, and would answer without the request's: told by its path.
+        """
+        if adapter_path is not None:
+            model_path = self._model_map.get(model_path, model_path)
+        model, tokenizer = super().load(model_path, adapter_path, draft_model_path)
+        return model, tokenizer
 
     def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> None:
         _refuse_draft(draft_model_path)
@@ -111,6 +124,15 @@ def _standing_in(options: list[str], parts: Mapping[str, Callable[..., Any]]) ->
         names.update(theirs)
         sys.argv = arguments
         signal.signal(signal.SIGINT, hearing)
+
+
+def _warn_of_quantised_rows(cli_args: argparse.Namespace) -> None:
+    """Say at the start what mlx_lm's --kv-bits does here: nothing to the rows, and a great deal to the speed."""
+    if cli_args.kv_bits is not None:
+        logging.warning(
+            f"--kv-bits {cli_args.kv_bits}: mlx_lm quantises none of the evicting caches' rows, and for it serves "
+            "requests one at a time; drop --kv-bits, and lower the budget to save memory"
+        )
 
 
 def _refuse_draft(draft_model: str | None) -> None:

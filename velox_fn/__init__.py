@@ -12,8 +12,9 @@ from velox_fn.directions.query_gram import (
     query_gram_update,
 )
 from velox_fn.engine.attention import Observed, attention_mass, observe_rows
+from velox_fn.engine.compiled import compiled
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
-from velox_fn.engine.eviction import Eviction, kept_bytes, kept_positions, kv
+from velox_fn.engine.eviction import Eviction, State, kept_bytes, kept_positions, kv
 from velox_fn.engine.fused_evict import fused_evict
 from velox_fn.engine.interval import at_intervals, interval_parts
 from velox_fn.engine.records import arrays, record, replaced, with_arrays
@@ -49,6 +50,7 @@ __all__ = [
     "QFiltersState",
     "RopeSpec",
     "Scores",
+    "State",
     "StaticScorer",
     "StaticState",
     "Store",
@@ -58,6 +60,7 @@ __all__ = [
     "at_intervals",
     "attention_mass",
     "average_gqa_filters",
+    "compiled",
     "compute_qfilters",
     "cur",
     "curdkv",

@@ -19,8 +19,11 @@ PLACES = ("layer", "first_head")
 class Method:
     """A factory, by a name, and facts of it that its arguments alone do not tell.
 
-    The arguments of the factory are keywords with defaults, `budget` among them; those that are no calibrated array and
-    no place are the method's settings. Raises ValueError when a fact names an argument that the factory does not take.
+    The arguments of the factory are keywords with defaults, `budget` among them. Those that are no calibrated array and
+    no place are the method's settings.
+
+    Raises:
+        ValueError: a fact names an argument that the factory does not take.
     """
 
     name: str | None
@@ -93,8 +96,9 @@ class Method:
     def make(self, **arguments: Any) -> Eviction:
         """The Eviction with these arguments. `interval` may be among them also where the factory does not take it.
 
-        Raises ValueError as the factory does, and when what it returns cannot be made anew from its name and settings,
-        as loading a saved cache does.
+        Raises:
+            ValueError: as the factory does; or what it returns cannot be made anew from its name and settings, as
+                loading a saved cache does.
         """
         interval = {} if "interval" in self.defaults else {"interval": arguments.pop("interval", 1)}
         made = self.factory(**arguments)

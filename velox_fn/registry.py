@@ -1,8 +1,8 @@
 """The methods by name, with the facts that installing one needs: the built-in ones, and those that users register.
 
-The built-in ones are immutable. `register` adds to `_registered`, the one thing in the core that changes: a mapping
-that is replaced as a whole behind a lock, so that whoever reads it has one that stays as it is. A registration lasts
-as long as the process.
+The built-in ones are immutable. `register` adds to `_registered`, the one thing in the core that changes. It is a
+mapping that is replaced as a whole behind a lock: whoever reads it has one that stays as it is. A registration lasts as
+long as the process.
 """
 
 import threading
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.named import Named
 from velox_fn.method import Method
 from velox_fn.methods.cur import cur
 from velox_fn.methods.curdkv import curdkv
@@ -55,8 +56,18 @@ _ENTRIES = (
     Method(name="random", factory=random_eviction, recent=True, rollback=True, place=("layer", "first_head")),
 )
 BUILT_IN: Mapping[str, Method] = MappingProxyType({str(entry.name): entry for entry in _ENTRIES})
-METHODS: Mapping[str, Callable[..., Eviction]] = MappingProxyType(
-    {name: method.factory for name, method in BUILT_IN.items()}
+METHODS: Mapping[str, Callable[..., Eviction]] = Named(
+    {name: method.factory for name, method in BUILT_IN.items()},
+    """The factories of the built-in methods by name, such as METHODS["h2o"](budget=512): each returns an `Eviction`.
+
+    Common arguments, as far as a factory takes them. budget: most rows kept per KV head, sinks and recent ones
+    included. n_sink: leading tokens that always stay. recent: trailing tokens that always stay. rollback: tokens that
+    can be taken back after evictions. interval: rows leave only at multiples of so many tokens. All of them are whole
+    numbers, and raise ValueError where they cannot work, as when n_sink + recent leave no row of the budget free.
+
+    The Eviction takes in keys [B,H,S,D], values [B,H,S,D_v] and queries [B,H_q,S,D], after RoPE, in the model's dtype.
+    Methods of your own: `register`; those and these: `all_methods`.
+    """,
 )
 """The factories of the built-in methods by name."""
 ALIASES: Mapping[str, str] = MappingProxyType({"knorm": "l2norm"})
@@ -85,15 +96,20 @@ _registered = _Registered()
 
 
 def register(name: str, factory: Callable[..., Eviction], *, replace: bool = False, **facts: Any) -> Method:
-    """Make a method of your own known by name, for as long as the process lasts: to install, saving and loading, the
-    command line and comparisons.
+    """Make a method of your own known by name: to install, saving and loading, the command line and comparisons.
 
-    factory: keyword arguments with defaults, `budget` among them, to an Eviction of this name, whose `settings` and
-    `params` are those arguments. facts: the fields of `Method`, such as recent=True. replace: take the place of an
-    earlier registration, as when a notebook runs a cell again. Registering the same once more changes nothing.
+    A registration lasts as long as the process. Registering the same once more changes nothing. A package that should
+    be known without an import declares an entry point of the group `velox_kv.methods`.
 
-    A package that should be known without an import declares an entry point of the group `velox_kv.methods`.
-    Raises ValueError when the name belongs to a built-in method or another registration, or a fact does not fit.
+    Args:
+        name: of the method, and of the Evictions that the factory makes.
+        factory: takes keyword arguments with defaults, `budget` among them, and returns an Eviction whose `settings`
+            and `params` are those arguments.
+        replace: take the place of an earlier registration, as when a notebook runs a cell again.
+        facts: the fields of `Method`, such as recent=True.
+
+    Raises:
+        ValueError: the name belongs to a built-in method or another registration, or a fact does not fit.
     """
     if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
         raise ValueError(f"a method's name is a word, such as 'my_method', got {name!r}")
@@ -105,7 +121,10 @@ def register(name: str, factory: Callable[..., Eviction], *, replace: bool = Fal
 
 
 def unregister(name: str) -> None:
-    """Forget a registered method. Caches that run it go on; a saved one cannot be loaded. Nothing for other names."""
+    """Forget a registered method. Nothing happens for other names.
+
+    Caches that run it go on. A saved one cannot be loaded.
+    """
     _registered.change(name, None, replace=True)
 
 
@@ -126,7 +145,7 @@ def method_named(name: str) -> Method:
 
 
 def find_method(name: str) -> Method | None:
-    """The same, or None."""
+    """The method of this name or alias, or None."""
     return all_methods().get(ALIASES.get(name, name)) if isinstance(name, str) else None
 
 

@@ -19,7 +19,9 @@ PROMPT = [int(token) for token in np.random.default_rng(0).permutation(64)[:28]]
 SPLITS = {"at once": (28,), "in chunks": (17, 1, 10), "token by token": (1,) * 28}
 PROMPTS = (PROMPT[:7], PROMPT, PROMPT[3:22])  # of a ragged batch
 BOUNDED = tuple(name for name in RUNNING if any(entry.bounded for entry in plan_layers(model_of(name))))
+PROMPTS_OF_ONE_LENGTH = (PROMPT[:19], PROMPT[3:22], PROMPT[9:])  # of a batch without padding
 BATCHED = tuple(name for name in BOUNDED if name not in CANNOT_BATCH and name not in BATCH_WRONGLY)
+BATCHED_WITHOUT_PADDING = tuple(name for name in BOUNDED if name in BATCH_WRONGLY)
 
 
 @contextmanager

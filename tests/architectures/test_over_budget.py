@@ -1,12 +1,26 @@
 """Past the budget: rows kept are the model's own at their positions, and a batch keeps what each row would alone."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from runs import BATCHED, BOUNDED, PROMPT, PROMPTS, batched, evicting, furthest, installed, rows_of, run
+from runs import (
+    BATCHED,
+    BATCHED_WITHOUT_PADDING,
+    BOUNDED,
+    PROMPT,
+    PROMPTS,
+    PROMPTS_OF_ONE_LENGTH,
+    batched,
+    evicting,
+    furthest,
+    installed,
+    rows_of,
+    run,
+)
 from tiny_models import model_of
 
 from velox_cache.introspection.query_tap import flat_caches
@@ -37,11 +51,14 @@ def test_offsets_count_every_token_and_rows_stay_in_the_budget(architecture: str
     assert {(cache.offset, cache.size()) for cache in evicting(caches)} == {(len(PROMPT), BUDGET)}
 
 
-@pytest.mark.parametrize("architecture", BATCHED)
-def test_each_row_of_a_ragged_batch_is_as_it_is_alone(architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "prompts"),
+    [(name, PROMPTS) for name in BATCHED] + [(name, PROMPTS_OF_ONE_LENGTH) for name in BATCHED_WITHOUT_PADDING],
+)
+def test_each_row_of_a_batch_is_as_it_is_alone(architecture: str, prompts: Sequence[list[int]]) -> None:
     with installed(architecture, budget=BUDGET) as model:
-        together = batched(model, PROMPTS)
-        alone = [batched(model, [prompt])[0] for prompt in PROMPTS]
+        together = batched(model, prompts)
+        alone = [batched(model, [prompt])[0] for prompt in prompts]
     assert max(map(furthest, together, alone)) < 1e-4
 
 

@@ -7,7 +7,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from runs import BATCHED, BOUNDED, PROMPT, PROMPTS, SPLITS, batched, furthest, installed, run
+from runs import (
+    BATCHED,
+    BATCHED_WITHOUT_PADDING,
+    BOUNDED,
+    PROMPT,
+    PROMPTS,
+    PROMPTS_OF_ONE_LENGTH,
+    SPLITS,
+    batched,
+    furthest,
+    installed,
+    run,
+)
 from tiny_models import model_of
 
 import velox_cache as vc
@@ -34,6 +46,13 @@ def test_a_ragged_batch_is_the_plain_caches(architecture: str) -> None:
     with installed(architecture, budget=BUDGET) as model:
         ours = batched(model, PROMPTS)
     assert max(map(furthest, ours, plain)) < 1e-4  # plain batches of other widths differ by as much as 2e-5
+
+
+@pytest.mark.parametrize("architecture", BATCHED_WITHOUT_PADDING)
+def test_a_batch_without_padding_is_the_plain_caches_bit_for_bit(architecture: str) -> None:
+    plain = batched(model_of(architecture), PROMPTS_OF_ONE_LENGTH)
+    with installed(architecture, budget=BUDGET) as model:
+        np.testing.assert_array_equal(batched(model, PROMPTS_OF_ONE_LENGTH), plain)
 
 
 @pytest.mark.parametrize("architecture", BOUNDED)

@@ -2,7 +2,7 @@
 
 from small_models import CharacterTokenizer, arguments, small_model
 
-from velox_cache import calibrate, save_qfilters, sign_agreement
+from velox_cache import calibrate, save_calibration, sign_agreement
 from velox_cache.distributed.collectives import world
 
 TEXTS = [f"text {n}: " + "some words of it, " * (4 + 3 * n) for n in range(4)]
@@ -19,5 +19,5 @@ for spread in spreads:
             progress=False,
             group=world() if spread == "texts" else None,
         )
-        save_qfilters(calibration, f"{folder}/{spread}_{n_texts}_{rank}.npz")
+        save_calibration(calibration, f"{folder}/{spread}_{n_texts}_{rank}.npz")
     assert sign_agreement(calibration, model, CharacterTokenizer(), TEXTS[0]) > 0.9, spread

@@ -36,7 +36,7 @@ for spread in spreads:
     for method, settings in METHODS.items():
         install(model, method, budget=16, **settings)
         np.savez(f"{folder}/{spread}_{method}_{rank}.npz", **run(model, make_prompt_cache(model)))
-    install(model, "qfilters", budget=[12, 14, 16], filters=some_filters())
+    install(model, "qfilters", budget=[12, 14, 16], calibration=some_filters())
     np.savez(f"{folder}/{spread}_budgets_{rank}.npz", **run(model, make_prompt_cache(model)))
     config = KVCacheConfig(method="qfilters", qfilters_budget=16, qfilters_recent=4)
     caches = KVCacheBuilder.for_model(model, config, some_filters())

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from velox_cache import QFiltersCalibration
+from velox_cache import Calibration
 
 HEAD_DIM = 8
 CONFIG = {
@@ -50,11 +50,11 @@ def small_model(spread: str, model_type: str = "qwen2") -> nn.Module:
     return model.eval()
 
 
-def some_filters() -> QFiltersCalibration:
+def some_filters() -> Calibration:
     """Filters for the whole model, of no particular meaning."""
     shape = (CONFIG["num_key_value_heads"], HEAD_DIM)
     drawn = [mx.random.normal(shape, key=mx.random.key(layer)) for layer in range(CONFIG["num_hidden_layers"])]
-    return QFiltersCalibration([layer / mx.linalg.norm(layer, axis=-1, keepdims=True) for layer in drawn])
+    return Calibration([layer / mx.linalg.norm(layer, axis=-1, keepdims=True) for layer in drawn])
 
 
 def arguments() -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from launching import launched, run
 
-from velox_cache import load_qfilters
+from velox_cache import load_calibration
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def calibrations(tmp_path_factory):
 
     def find(spread, n_texts):
         ranks = range(1 if spread == "none" else N_RANKS)
-        return [load_qfilters(folder / f"{spread}_{n_texts}_{rank}.npz") for rank in ranks]
+        return [load_calibration(folder / f"{spread}_{n_texts}_{rank}.npz") for rank in ranks]
 
     return find
 

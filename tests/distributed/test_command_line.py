@@ -10,7 +10,7 @@ import pytest
 from launching import free_ports, launched, run, running
 from small_models import save_small_model, some_filters
 
-from velox_cache import load_qfilters, save_qfilters
+from velox_cache import load_calibration, save_calibration
 
 pytestmark = pytest.mark.slow
 
@@ -46,29 +46,18 @@ def test_ranks_calibrate_together_and_one_of_them_says_so(folder, tmp_path):
     alone, together = run([*words, tmp_path / "alone.npz"]), launched(2, *words, tmp_path / "together.npz")
     assert (alone.status, together.status) == (0, 0), alone.err + together.err
     assert together.out == alone.out.replace("alone", "together")
-    one, two = (load_qfilters(tmp_path / f"{name}.npz").filters for name in ("alone", "together"))
+    one, two = (load_calibration(tmp_path / f"{name}.npz").filters for name in ("alone", "together"))
     for found, expected in zip(two, one, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_ranks_compare_together_and_report_what_one_process_reports(folder, tmp_path):
-    text, filters = tmp_path / "text.txt", tmp_path / "filters.npz"
-    text.write_text("All work and no play makes a dull text. " * 20)
-    save_qfilters(some_filters(), filters)
-    options = [
-        "--methods",
-        "qfilters,l2norm",
-        "--budgets",
-        16,
-        "--tasks",
-        "none",
-        "--texts",
-        text,
-        "--filters",
-        filters,
-    ]
-    sizes = ["--context", 48, "--scored", 8, "--passages", 3, "--no-heads", "--no-figures", "--out"]
-    words = ["-m", "velox_cache", "compare", folder, *options, *sizes]
+    calibration = tmp_path / "calibration.npz"
+    save_calibration(some_filters(), calibration)
+    options = ["--methods", "qfilters,l2norm", "--shares", "1/4", "--calibration", calibration, "--tasks", "none"]
+    sizes = ["--length", 48, "--continuation", 8, "--kinds", "prose,code,dialogue", "--contexts", 1, "--traces", 0]
+    places = ["--no-figures", "--rows", tmp_path / "rows", "--ceilings", "none", "--out"]
+    words = ["-m", "velox_cache", "compare", folder, *options, *sizes, *places]
     alone, together = run([*words, tmp_path / "alone"]), launched(2, *words, tmp_path / "together")
     assert (alone.status, together.status) == (0, 0), alone.err + together.err
     assert together.out == alone.out.replace("alone", "together")

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_fn import SCORERS
 from velox_fn.methods.fusion import TERMS, term_names
@@ -16,7 +16,7 @@ def random_calibration(n_layers=2, n_heads=2, head_dim=8):
         return mx.random.normal((n_heads, *shape), key=mx.random.key(10 * layer + i))
 
     n_terms = len(SCORERS)
-    return QFiltersCalibration(
+    return Calibration(
         [normal(layer, 0, head_dim) for layer in range(n_layers)],
         statistics=[
             LayerStatistics(

@@ -20,11 +20,11 @@ from velox_cache.harness.texts import text_named
 from velox_cache.learning.fusion_candidate import Candidate
 from velox_cache.learning.search_progress import begun
 
-CALIBRATION = vc.QFiltersCalibration([mx.ones((2, 8))], "some/model")
+CALIBRATION = vc.Calibration([mx.ones((2, 8))], "some/model")
 NOTHING = Candidate.__new__(Candidate)  # a search's file is looked at before its candidate
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "load_qfilters": vc.load_qfilters,
+    "load_calibration": vc.load_calibration,
     "import_published_filters": import_published_filters,
     "load_prompt_cache": vc.load_prompt_cache,
     "a search": lambda path: begun(path, {}, NOTHING),
@@ -33,7 +33,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "a text to read": lambda path: text_named(str(path)),
 }
 WRITERS: dict[str, Callable[[Path], Any]] = {
-    "save_qfilters": lambda path: vc.save_qfilters(CALIBRATION, path),
+    "save_calibration": lambda path: vc.save_calibration(CALIBRATION, path),
     "save_prompt_cache": lambda path: vc.save_prompt_cache(path, []),
 }
 
@@ -64,7 +64,7 @@ def test_a_file_that_may_not_be_read_is_refused_with_the_reason(
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe is no regular file"):
-        vc.load_qfilters(tmp_path / "pipe")
+        vc.load_calibration(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
@@ -101,19 +101,19 @@ def npz_with(path: Path, member: str, header: bytes) -> None:
 @pytest.mark.parametrize("shape", ["(1099511627776,)", "(2, 8, 1073741824)", "(1099511627776, 0, 4)"])
 @pytest.mark.parametrize("member", ["filter_0000.npy", "header.npy"])
 def test_an_array_said_to_be_larger_than_its_file_is_not_allocated(member: str, shape: str, tmp_path: Path) -> None:
-    path = tmp_path / "filters.npz"
-    vc.save_qfilters(CALIBRATION, path)
+    path = tmp_path / "calibration.npz"
+    vc.save_calibration(CALIBRATION, path)
     npz_with(path, member, f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}\n".encode())
-    with pytest.raises(ValueError, match=r"filters\.npz"):
-        vc.load_qfilters(path)
+    with pytest.raises(ValueError, match=r"calibration\.npz"):
+        vc.load_calibration(path)
 
 
 def test_the_number_of_bytes_said_and_there_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "filters.npz"
-    vc.save_qfilters(CALIBRATION, path)
+    path = tmp_path / "calibration.npz"
+    vc.save_calibration(CALIBRATION, path)
     npz_with(path, "filter_0000.npy", b"{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,)}\n")
     with pytest.raises(ValueError, match=r"filter_0000\.npy is said to hold 4398046511104 bytes and there are 64"):
-        vc.load_qfilters(path)
+        vc.load_calibration(path)
 
 
 def test_a_safetensors_header_of_4_tib_is_not_read(tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_a_safetensors_header_of_4_tib_is_not_read(tmp_path: Path) -> None:
 
 
 def test_compressed_calibrations_load(tmp_path: Path) -> None:
-    path = tmp_path / "filters.npz"
-    vc.save_qfilters(CALIBRATION, path)
+    path = tmp_path / "calibration.npz"
+    vc.save_calibration(CALIBRATION, path)
     with np.load(path) as content:
         members = {name: content[name] for name in content.files}
     np.savez_compressed(path, **members)
-    assert vc.load_qfilters(path).model_id == "some/model"
+    assert vc.load_calibration(path).model_id == "some/model"

@@ -57,7 +57,7 @@ def test_recent_defaults_where_the_method_says_that_it_has_it(tiny_model, regist
 
 
 def test_an_eviction_takes_no_arguments_beside_it(tiny_model):
-    for arguments in ({"budget": 8}, {"recent": 2}, {"filters": "file.npz"}):
+    for arguments in ({"budget": 8}, {"recent": 2}, {"calibration": "file.npz"}):
         with pytest.raises(ValueError, match=f"{next(iter(arguments))} cannot change it"):
             vc.install(tiny_model(), short(budget=20), **arguments)
 
@@ -109,13 +109,13 @@ def test_comparisons_the_builder_and_the_command_line_take_it(tiny_model, regist
 
 
 def test_a_method_that_pools_heads_is_known_by_its_eviction(tiny_model):
-    from velox_cache.installation.installing import _of_every_layer
+    from velox_cache.installation.layer_methods import of_every_layer
     from velox_cache.introspection.plan import plan_layers
     from velox_cache.introspection.shard import ModelShard
 
     model = tiny_model()
     with pytest.raises(ValueError, match="spread over 2 ranks"):
-        _of_every_layer(tova(budget=20), model, plan_layers(model), ModelShard(head_parts=2))
+        of_every_layer(tova(budget=20), model, plan_layers(model), ModelShard(head_parts=2))
 
 
 def test_a_cache_takes_no_name_and_no_state_that_it_cannot_hold():

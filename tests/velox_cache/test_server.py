@@ -3,6 +3,7 @@
 import copy
 import json
 import socket
+import string
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ import mlx_lm
 import numpy as np
 import openai
 import pytest
+from faulty_server import CALLS
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from tiny_folder import write_tiny_folder
 
 import velox_cache as vc
@@ -66,7 +71,7 @@ def running(model: Path, log: Path, *options: str) -> AbstractContextManager[Ser
 
 
 def faulty(model: Path, log: Path, *options: str) -> AbstractContextManager[Server]:
-    """A server whose model fails at a "!" in a prompt."""
+    """A server whose model fails at a quotation mark in a prompt."""
     return answering(log, lambda port: [faulty_server.__file__, str(model), str(port), *options])
 
 
@@ -122,17 +127,17 @@ def computed_alone(folder: Path) -> Callable[..., str]:
     """The same continuation through mlx_lm.generate_step in this process."""
     model, tokenizer = mlx_lm.load(str(folder))
     vc.install(model, budget=BUDGET, calib_tokens=16)
+    return partial(continued, model, tokenizer)
 
-    def compute(prompt: str, n_tokens: int = N_TOKENS) -> str:
-        steps = generate_step(mx.array(tokenizer.encode(prompt)), model, max_tokens=n_tokens)
-        ids = [int(token) for token, _ in steps]
-        detokenizer = tokenizer.detokenizer  # which forms broken characters otherwise than decoding them together does
-        for token in ids[: ids.index(256)] if 256 in ids else ids:
-            detokenizer.add_token(token)
-        detokenizer.finalize()
-        return str(detokenizer.text)
 
-    return compute
+def continued(model: Any, tokenizer: Any, prompt: str, n_tokens: int = N_TOKENS) -> str:
+    steps = generate_step(mx.array(tokenizer.encode(prompt)), model, max_tokens=n_tokens)
+    ids = [int(token) for token, _ in steps]
+    detokenizer = tokenizer.detokenizer  # which forms broken characters otherwise than decoding them together does
+    for token in ids[: ids.index(256)] if 256 in ids else ids:
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    return str(detokenizer.text)
 
 
 def words(n_characters: int, seed: int) -> str:
@@ -168,6 +173,11 @@ def test_sequential_server_answers_alike(sequential: Server, computed_alone: Cal
 def test_sequential_server_warns_of_kv_bits_once(sequential: Server) -> None:
     sequential.text(words(70, 2))
     assert sequential.log.read_text().count("kv_bits has no effect") == 1
+
+
+def test_server_says_at_the_start_what_kv_bits_do(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "log.txt", *CACHE, "--server-options", "--kv-bits", "8") as started:
+        assert "--kv-bits 8: mlx_lm quantises none of the evicting caches' rows" in started.log.read_text()
 
 
 @pytest.mark.parametrize("kind", ["server", "sequential"])
@@ -248,6 +258,13 @@ def test_prompt_that_cannot_be_served_is_refused_and_others_are_served(
     assert server.text(prompt) == computed_alone(prompt)
 
 
+def test_reply_that_cannot_be_written_ends_with_the_reason(server: Server) -> None:
+    asked = {"prompt": words(30, 11), "max_tokens": 2, "stream": True, "stream_options": {}}
+    _, reply = server.post("completions", asked)  # mlx_lm looks for stream_options["include_usage"]
+    assert "KeyError: 'include_usage'" in reply
+    assert server.text("after")
+
+
 def test_messages_that_cannot_be_used_are_refused(server: Server) -> None:
     status, reply = server.post("chat/completions", {"messages": [{"role": "user", "content": [{"type": "no"}]}]})
     assert status == 400
@@ -263,7 +280,7 @@ def test_request_that_fails_fails_alone(
         stream = server.complete(words(50, 299), 300, stream=True)
         begun = [next(stream).choices[0].text]
         good = [pool.submit(server.text, prompt) for prompt in prompts]
-        failing = [pool.submit(server.post, "completions", {"prompt": f"{prompt}!!x"}) for prompt in prompts]
+        failing = [pool.submit(server.post, "completions", {"prompt": f'{prompt}""x'}) for prompt in prompts]
         assert [one.result() for one in good] == [computed_alone(prompt) for prompt in prompts]
         for one in failing:
             status, reply = one.result()
@@ -272,19 +289,40 @@ def test_request_that_fails_fails_alone(
         streamed = "".join(begun + [part.choices[0].text for part in stream if part.choices])
         assert streamed == computed_alone(words(50, 299), 300)
         with pytest.raises(openai.APIError, match="cannot be computed"):
-            list(server.complete("a!!b", stream=True))
+            list(server.complete('a""b', stream=True))
         assert server.text("after") == computed_alone("after")
 
 
 @pytest.mark.parametrize("kind", ["batched", "alone"])
-def test_cache_that_cannot_be_taken_back_so_far_is_recomputed(
+def test_whatever_a_cache_raises_fails_no_other_request(
     folder: Path, tmp_path: Path, kind: str, computed_alone: Callable[..., str]
 ) -> None:
+    always = ["update_and_fetch", "make_mask", "nbytes", *(["merge", "extract"] if kind == "batched" else [])]
+    log = tmp_path / "log.txt"
+    with faulty(folder, log, kind) as server, ThreadPoolExecutor(4) as pool:
+        for letter, call in zip(string.ascii_lowercase, CALLS, strict=False):
+            good = [words(length, 400 + ord(letter) + length) for length in (60, 25, 90)]
+            failing = pool.submit(server.post, "completions", {"prompt": f'{words(50, ord(letter))}"{letter}x'})
+            assert list(pool.map(server.text, good)) == [computed_alone(prompt) for prompt in good]
+            status, reply = failing.result()
+            assert status == 200 or (status == 500 and f"{call} cannot be done" in reply)
+            assert status == 500 or call not in ("update_and_fetch", "make_mask")
+    for call in always:  # the others as requests happen to meet
+        assert f"{call} fails" in log.read_text()
+
+
+@pytest.mark.parametrize("kind", ["batched", "alone"])
+@pytest.mark.parametrize("method", ["qfilters", "l2norm"])  # whose key-SVD has a warm-up, and which has none
+def test_cache_that_cannot_be_taken_back_so_far_is_recomputed(
+    folder: Path, tmp_path: Path, kind: str, method: str
+) -> None:
+    model, tokenizer = mlx_lm.load(str(folder))
+    vc.install(model, method, budget=BUDGET, rollback=4, **({"calib_tokens": 16} if method == "qfilters" else {}))
     prompt = words(90, 310)
-    with faulty(folder, tmp_path / "log.txt", kind, "rollback=4") as server:
+    with faulty(folder, tmp_path / "log.txt", kind, f"method={method}", "rollback=4") as server:
         server.text(prompt)
         for length in (89, 45, 3):
-            assert server.text(prompt[:length]) == computed_alone(prompt[:length])
+            assert server.text(prompt[:length]) == continued(model, tokenizer, prompt[:length])
 
 
 def test_two_conversations_do_not_see_each_other(server: Server) -> None:
@@ -306,14 +344,80 @@ def test_two_conversations_do_not_see_each_other(server: Server) -> None:
     assert together == [talk(secret) for secret in secrets]
 
 
+@pytest.mark.parametrize("opened", ["", "<think>"], ids=["answer", "reasoning"])
+def test_conversation_whose_template_strips_reasoning_reuses_its_cache_from_the_second_turn_on(
+    tmp_path: Path, opened: str
+) -> None:
+    template = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'].split('</think>')[-1] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] " + opened + "{% endif %}"
+    )
+    model = write_tiny_folder(tmp_path, template, ["<think>", "</think>"])
+    messages: list[Any] = []
+    known = 0
+    with running(model, tmp_path / "log.txt", *CACHE) as server:
+        for turn in range(3):
+            messages.append({"role": "user", "content": words(60, 500 + turn)})
+            used = server.client.chat.completions.create(
+                model="default_model", messages=messages, max_tokens=8, temperature=0
+            ).usage
+            assert used is not None
+            assert used.prompt_tokens_details is not None
+            assert used.prompt_tokens_details.cached_tokens == known
+            known = used.prompt_tokens - 1  # all but <think>, which the template takes out, or a token to go on from
+            messages.append({"role": "assistant", "content": f"{words(50, 600)}</think>{words(9, 700 + turn)}"})
+
+
+def write_adapter(folder: Path, base: Path, seed: int) -> Path:
+    """A random LoRA adapter of the model in `base`."""
+    lora = {"rank": 4, "scale": 20.0, "dropout": 0.0}
+    model, _ = mlx_lm.load(str(base))
+    mx.random.seed(seed)
+    linear_to_lora_layers(model, 2, lora)
+    parts = {name: array for name, array in tree_flatten(model.parameters()) if "lora" in name}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": lora})
+    )
+    random = {name: mx.random.normal(array.shape) / array.shape[0] ** 0.5 for name, array in parts.items()}
+    mx.save_safetensors(str(folder / "adapters.safetensors"), random)
+    return folder
+
+
+def test_two_adapters_behind_one_server_answer_each_for_itself(folder: Path, tmp_path: Path) -> None:
+    prompt = words(25, 800)
+    adapters = [None, *(str(write_adapter(tmp_path / f"adapter_{seed}", folder, seed)) for seed in (1, 2))]
+    expected = []
+    for adapter in adapters:
+        model, tokenizer = mlx_lm.load(str(folder), adapter_path=adapter)
+        vc.install(model, budget=BUDGET, calib_tokens=16)
+        expected.append(continued(model, tokenizer, prompt))
+    assert len(set(expected)) == 3
+    with running(folder, tmp_path / "log.txt", *CACHE) as server:
+        for cached in (0, 24):
+            for adapter, text in zip(adapters, expected, strict=True):
+                named = {} if adapter is None else {"adapters": adapter}
+                reply = server.complete(prompt, extra_body=named)
+                assert reply.choices[0].text == text
+                assert reply.usage.prompt_tokens_details.cached_tokens == cached
+
+
 def test_log_says_what_was_installed(server: Server) -> None:
     assert f"qfilters (budget={BUDGET}" in server.log.read_text()
 
 
-def test_byte_limit_of_the_prompt_cache_holds(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "log.txt", *CACHE, "--server-options", "--prompt-cache-bytes", "0.06M") as server:
-        for seed in range(8):
-            server.text(words(80, 200 + seed))
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [([], {}), (["--kv-bits", "8"], {}), ([], {"seed": 3})],  # the last two are served one at a time
+    ids=["batched", "kv_bits", "seed"],
+)
+def test_byte_limit_of_the_prompt_cache_holds(
+    folder: Path, tmp_path: Path, options: list[str], asked: dict[str, Any]
+) -> None:
+    limit = ["--server-options", "--prompt-cache-bytes", "0.06M", *options]
+    with running(folder, tmp_path / "log.txt", *CACHE, *limit) as server:
+        for seed in range(12):
+            server.text(words(80, 200 + seed), **asked)
         stored = [line for line in server.log.read_text().splitlines() if "Prompt Cache:" in line][-1]
         assert "0.00 GB" in stored
         n_sequences = int(stored.split("Prompt Cache: ")[1].split(" ")[0])

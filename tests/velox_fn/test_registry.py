@@ -1,13 +1,16 @@
 """What the registry holds, and what it takes from users."""
 
 import dataclasses
+import inspect
+import pydoc
+import re
 import threading
 
 import mlx.core as mx
 import pytest
 
 import velox_fn
-from velox_fn import METHODS, Method, all_methods, register, static_eviction, unregister
+from velox_fn import METHODS, SCORERS, Method, all_methods, register, static_eviction, unregister
 from velox_fn.registry import BUILT_IN, method_named
 
 
@@ -138,3 +141,28 @@ def _with_shared(batch, n_kv_heads, head_dim, value_dim=None, dtype=mx.float32):
 def test_states_that_a_cache_cannot_hold_are_refused_with_words(init, message):
     with pytest.raises(ValueError, match=message):
         _ = dataclasses.replace(of_values(), init=init).states_fit
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_help_on_a_factory_names_source_shapes_and_errors(name: str) -> None:
+    said = inspect.getdoc(METHODS[name]) or ""
+    assert "Source: " in said
+    assert re.search(r"arXiv:\d{4}\.\d{5}|no paper", said)
+    if other := re.search(r"rguments and errors are those of `(\w+)`", said):
+        said += inspect.getdoc(getattr(velox_fn, other[1])) or ""
+    assert "Args:" in said
+    assert "Raises:" in said
+    for argument in all_methods()[name].calibrated:
+        assert f"{argument}: float32 [H," in said
+
+
+@pytest.mark.parametrize(("table", "said"), [(METHODS, "budget: most rows"), (SCORERS, "float32 [B,H,S]")])
+def test_help_on_a_table_says_what_it_holds(table: object, said: str) -> None:
+    assert said in pydoc.plain(pydoc.render_doc(table))
+
+
+def test_a_method_s_module_can_be_imported_by_its_path() -> None:
+    import velox_fn.methods.fusion as module
+
+    assert inspect.ismodule(module)
+    assert module.fusion is METHODS["fusion"]

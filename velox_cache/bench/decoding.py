@@ -26,7 +26,7 @@ def decoding_in_turns(
     *,
     budgets: tuple[int, ...],
     rounds: int,
-    filters: Any | None = None,
+    calibration: Any | None = None,
     methods: Sequence[str] | None = None,
     advance: Callable[[str], object] = print,
 ) -> Iterator[Comparison]:
@@ -38,7 +38,7 @@ def decoding_in_turns(
     with observe_queries(model):
         for budget in budgets:
             arms: dict[str, Call] = {}
-            for label, make in cache_makers(model, budget, filters, methods).items():
+            for label, make in cache_makers(model, budget, calibration, methods).items():
                 advance(f"{label}, {budget}, in turns")
                 cache = make()
                 uninstall(model)

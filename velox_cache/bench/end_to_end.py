@@ -52,7 +52,7 @@ def end_to_end(
     *,
     budgets: tuple[int, ...],
     rounds: int,
-    filters: Any | None = None,
+    calibration: Any | None = None,
     methods: Sequence[str] | None = None,
     advance: Callable[[str], object] = print,
 ) -> Iterator[Run]:
@@ -65,7 +65,7 @@ def end_to_end(
     """
     prompt = bench_prompt(tokenizer)
     for budget in (None, *budgets):
-        makers = cache_makers(model, budget, filters, methods)
+        makers = cache_makers(model, budget, calibration, methods)
         samples: dict[str, list[_Sample]] = {label: [] for label in makers}
         taking_turns = [label for label in makers if methods is not None or label in _IN_TURN]
         once = [label for label in makers if label not in taking_turns]
@@ -84,26 +84,26 @@ def bench_prompt(tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def cache_makers(
-    model: nn.Module, budget: int | None, filters: Any | None, methods: Sequence[str] | None = None
+    model: nn.Module, budget: int | None, calibration: Any | None, methods: Sequence[str] | None = None
 ) -> Mapping[str, Callable[[], list[Any]]]:
     """By label, what makes a model's caches: mlx_lm's own, and at a budget those of `methods` (None: all).
 
-    Without filters (a calibration), methods that need one are left out. The caches of a method stay installed.
+    Without a calibration, methods that need one are left out. The caches of a method stay installed.
     """
     if budget is None:
         return {"KVCache": lambda: make_prompt_cache(model)}
     n_layers = len(make_prompt_cache(model))
     rotating = {"RotatingKVCache": lambda: [RotatingKVCache(max_size=budget, keep=N_SINK) for _ in range(n_layers)]}
     wanted = {name: method for name, method in known_methods().items() if methods is None or name in methods}
-    usable = [name for name, method in wanted.items() if filters is not None or not method.needs_calibration]
+    usable = [name for name, method in wanted.items() if calibration is not None or not method.needs_calibration]
     slowest_last = sorted(usable, key=("expected_attention", "curdkv").__contains__)
-    return {**rotating, **{name: _installed(model, name, budget, filters) for name in slowest_last}}
+    return {**rotating, **{name: _installed(model, name, budget, calibration) for name in slowest_last}}
 
 
-def _installed(model: nn.Module, name: str, budget: int, filters: Any | None) -> Callable[[], list[Any]]:
+def _installed(model: nn.Module, name: str, budget: int, calibration: Any | None) -> Callable[[], list[Any]]:
     def make() -> list[Any]:
         uninstall(model)
-        install(model, name, budget=budget, filters=calibration_for(method_named(name), filters))
+        install(model, name, budget=budget, calibration=calibration_for(method_named(name), calibration))
         caches: list[Any] = make_prompt_cache(model)
         return caches
 

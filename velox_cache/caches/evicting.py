@@ -8,12 +8,13 @@ from typing import Any, NoReturn, Self
 
 import mlx.core as mx
 
+from velox_cache.caches import accounting
 from velox_cache.caches.masks import causal_array, ragged_mask
-from velox_cache.caches.sequences import Sequences, extracted, merged, selected, trimmed
-from velox_cache.caches.snapshots import Snapshots
+from velox_cache.caches.sequences import Sequences, extracted, merged, selected
 from velox_cache.caches.state import pack_state, same_method, unpack_state
-from velox_fn.engine import batch, checks
-from velox_fn.engine.eviction import Eviction, check_state, kept_bytes
+from velox_cache.caches.trimming import Past, has_evicted, interval_of, rollback_of
+from velox_fn.engine import checks
+from velox_fn.engine.eviction import Eviction, State, check_state
 from velox_fn.engine.interval import interval_parts
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
@@ -44,11 +45,10 @@ class EvictingKVCache:
         _check_method(method)
         self._method = method
         self._true_queries = true_queries and method.observation is not None
-        self._snapshots = Snapshots(checks.whole_number("snapshots", snapshots, 0))
+        self._past = Past.of(method, checks.whole_number("snapshots", snapshots, 0))
         self._rows = Sequences()
         self._view: View | None = None
         self._unobserved: _Unobserved | None = None
-        self._can_take_back = self._rollback
 
     # What attention calls
 
@@ -65,25 +65,25 @@ class EvictingKVCache:
         self._start_last_view()
         rows = self._rows
         if not rows.offsets:
-            raise ValueError("no row is left in this batch, so it takes no tokens; extend it with rows first")
+            raise ValueError("no sequence is left in this batch, so it takes no tokens; extend it first")
         if rows.record is None:
             record = self._empty_record(keys, values)
         else:
             record = rows.record
             keys, values = keys.astype(record.store.keys.dtype), values.astype(record.store.values.dtype)
         if rows.batched and keys.shape[0] != len(rows.offsets):
-            raise ValueError(f"this cache holds a batch of {len(rows.offsets)} rows, got keys for {keys.shape[0]}")
-        if rows.batched and self._rollback and record.store.warming_up:
+            raise ValueError(f"this cache holds a batch of {len(rows.offsets)} sequences, got keys for {keys.shape[0]}")
+        if rows.batched and rollback_of(self._method) and record.store.warming_up:
             raise ValueError(
-                f"a batch cannot warm up with rollback={self._rollback}: its sequences start to evict one by one, and "
-                "none could keep rows aside by itself; give the method its filters, or use rollback=0"
+                f"a batch cannot warm up with rollback={rollback_of(self._method)}: its sequences start to evict one "
+                "by one, and none could keep rows aside by itself; give the method its filters, or use rollback=0"
             )
         n_tokens = keys.shape[2]
         real = rows.real_tokens(n_tokens)
         valid: Any = None if min(real) == n_tokens else mx.array(real, mx.int32)
         if record.store.span is not None:  # boundaries are known on the host
             valid = None if valid is None else real
-            self._snapshots = self._snapshots.before(rows)
+            self._past = self._past.before(rows)
         observation = self._method.observation
         if self._true_queries and observation is not None:
             record, view = observation.land(record, keys, values, valid)
@@ -91,7 +91,7 @@ class EvictingKVCache:
         else:
             record, view = self._method.update(record, keys, values, valid=valid)
         self._rows, self._view = rows.advanced(record, real), view
-        self._can_take_back = min(self._can_take_back + min(real), self._rollback)
+        self._past = self._past.advanced(real)
         return view
 
     def observe_queries(
@@ -136,7 +136,7 @@ class EvictingKVCache:
         if self._rows.record is None:
             raise ValueError("this cache has no view: call update_and_fetch first")
         store = self._rows.store
-        if self._has_evicted:
+        if has_evicted(self._rows):
             raise ValueError(
                 "the view of the last call is gone, since the cache's state was read or changed, and some of its rows "
                 "were evicted; read it between update_and_fetch and that"
@@ -165,7 +165,7 @@ class EvictingKVCache:
     @property
     def interval(self) -> int:
         """Tokens from one boundary, where rows leave, to the next; 1: they leave with every call."""
-        return int(self._method.settings.get("interval", 1))
+        return interval_of(self._method)
 
     def parts(self, n_tokens: int) -> tuple[int, ...]:
         """How the next S tokens must be cut into calls, none of which may cross a boundary: the parts' sizes."""
@@ -186,7 +186,7 @@ class EvictingKVCache:
             )
         real = self._rows.real_tokens(N)
         if not real:
-            raise ValueError("no row is left in this batch, so it has no mask; extend it with rows first")
+            raise ValueError("no sequence is left in this batch, so it has no mask; extend it first")
         if self._rows.ragged or min(real) < N:
             self._finish_rows()
         rows = self._rows
@@ -205,7 +205,7 @@ class EvictingKVCache:
         """Everything needed to go on: a JSON header, then arrays as they are. Valid at any time."""
         self._refuse_unobserved()
         self._view = None
-        return pack_state(self._method, self._rows, self._true_queries, self._can_take_back)
+        return pack_state(self._method, self._rows, self._true_queries, self._past.can_take_back)
 
     @state.setter
     def state(self, packed: Sequence[Any]) -> None:
@@ -216,7 +216,7 @@ class EvictingKVCache:
                 f"{method.name} {dict(method.settings)}; use from_state, which takes the method from the state"
             )
         EvictingKVCache.__init__(self, method, true_queries=true_queries)
-        self._rows, self._can_take_back = rows, can_take_back
+        self._rows, self._past = rows, dataclasses.replace(self._past, can_take_back=can_take_back)
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> Self:
@@ -235,23 +235,14 @@ class EvictingKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of every array held, preallocated room and the landing row included."""
-        held = (self._rows, *self._snapshots.states)
-        return sum(leaf.nbytes for rows in held if rows.record is not None for leaf in arrays(rows.record))
+        return accounting.held_bytes((self._rows, *self._past.snapshots.states))
 
     def is_trimmable(self) -> bool:
         """Whether `trim` is exact: nothing was evicted yet, or the method keeps rows aside for a rollback.
 
         mlx_lm asks a fresh cache before speculative decoding: only a rollback keeps the promise that a yes would be.
         """
-        if self.interval > 1 and self._snapshots.most > 0:
-            return True
-        if self.interval == 1 and (not self._method.static or self._rollback > 0):
-            return self._method.static
-        if self._rows.record is None or self._has_evicted:
-            return False
-        # Scores that queries have changed cannot be had again from before a boundary.
-        span = self._rows.store.span
-        return span is None or span.settled == 0 or (self._method.static and not span.ragged)
+        return self._past.can_trim(self._rows)
 
     def trim(self, n: int) -> int:
         """Take back the last n tokens; how many were. 0, with nothing changed, when that cannot be exact.
@@ -262,20 +253,8 @@ class EvictingKVCache:
         if self._rows.record is None or (self.interval == 1 and not self.is_trimmable()):
             return 0
         n = min(n, min(self._rows.offsets))
-        if self.interval > 1:
-            self._rows, self._snapshots = self._snapshots.back(self._rows, n, static=self._method.static)
-            self._view = None
-            return n
-        if self._has_evicted:
-            if n > self._can_take_back:
-                raise ValueError(
-                    f"cannot take back {n} tokens: rows have been evicted and {self._can_take_back} can be taken back; "
-                    f"install with rollback={n} or more"
-                )
-            self._can_take_back -= n
-        self._rows, self._view = trimmed(self._rows, n), None
-        if not self._has_evicted:  # again, or still: every row is there
-            self._can_take_back = self._rollback
+        self._rows, self._past = self._past.back(self._rows, n)
+        self._view = None
         return n
 
     @property
@@ -290,35 +269,35 @@ class EvictingKVCache:
 
     @classmethod
     def merge(cls, caches: Sequence["EvictingKVCache"]) -> Self:
-        """One batched cache with a row for each of `caches`, in order.
+        """One batched cache with a sequence for each of `caches`, in order.
 
         Raises ValueError when there is none, or when they do not share method and settings.
         """
         if not caches:
-            raise ValueError("merge needs at least one cache, got none: a batch takes its method from its rows")
+            raise ValueError("merge needs at least one cache, got none: a batch takes its method from them")
         _check_evicting(caches)
-        batched = cls._of(caches[0]._method, caches[0]._true_queries, caches[0]._snapshots.most)
+        batched = cls._of(caches[0]._method, caches[0]._true_queries, caches[0]._past.snapshots.most)
         batched._absorb(caches)
         return batched
 
     def extend(self, other: "EvictingKVCache") -> None:
-        """Add the rows of `other` to this batch. Raises ValueError unless they share method and settings."""
+        """Add the sequences of `other` to this batch. Raises ValueError unless they share method and settings."""
         _check_evicting([other])
         self._absorb([self, other])
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep only these rows of the batch, in this order. Raises ValueError for one that is not there."""
+        """Keep only these sequences of the batch, in this order. Raises ValueError for one that is not there."""
         indices = [self._rows.index(f"batch_indices[{i}]", row) for i, row in enumerate(batch_indices)]
         self._finish_rows()
         self._rows, self._view = selected(self._rows, indices), None
 
     def extract(self, idx: int) -> Self:
-        """Row `idx` as an unbatched cache of its own. Raises ValueError for one that is not there."""
+        """Sequence `idx` as an unbatched cache of its own. Raises ValueError for one that is not there."""
         index = self._rows.index("idx", idx)
         self._finish_rows()
-        row = self._of(self._method, self._true_queries, self._snapshots.most)
+        row = self._of(self._method, self._true_queries, self._past.snapshots.most)
         row._rows = extracted(self._rows, index)
-        row._can_take_back = self._can_take_back
+        row._past = dataclasses.replace(row._past, can_take_back=self._past.can_take_back)
         return row
 
     def prepare(
@@ -332,11 +311,13 @@ class EvictingKVCache:
         if left_padding is not None and any(padding > 0 for padding in left_padding):
             raise ValueError(
                 f"left_padding={list(left_padding)} is not supported: positions of an evicting cache start at 0 for "
-                "every row; pad on the right and give lengths, as mlx_lm's batch generator does"
+                "every sequence; pad on the right and give lengths, as mlx_lm's batch generator does"
             )
         if lengths is not None and right_padding is not None and any(padding > 0 for padding in right_padding):
             if len(lengths) != len(self._rows.offsets):
-                raise ValueError(f"lengths has {len(lengths)} entries for a batch of {len(self._rows.offsets)} rows")
+                raise ValueError(
+                    f"lengths has {len(lengths)} entries for a batch of {len(self._rows.offsets)} sequences"
+                )
             counts = tuple(checks.whole_number(f"lengths[{i}]", length, 0) for i, length in enumerate(lengths))
             self._rows = dataclasses.replace(self._rows, lengths=counts)
 
@@ -359,41 +340,43 @@ class EvictingKVCache:
 
     # Accounting
 
+    def __repr__(self) -> str:
+        """Method, rows, tokens seen by each sequence, bytes. Nothing waits for the device."""
+        budget = self._method.settings.get("budget")
+        tokens = " + ".join(map(str, self._rows.offsets)) or "0"
+        return (
+            f"<{type(self).__name__}: {self._method.name}, budget {budget}, {self.size()} rows of {tokens} tokens, "
+            f"{self.nbytes:,} bytes>"
+        )
+
     @property
     def method(self) -> Eviction:
         return self._method
 
     @property
-    def record(self) -> Any | None:
+    def record(self) -> State | None:
         """The method's own state, for `velox_fn.kv` and `velox_fn.kept_positions`; None before the first token."""
         return self._rows.record
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens passed to the first row of the batch."""
+        """Tokens passed to the first sequence of the batch."""
         return next(iter(self._rows.offsets), 0)
 
     @property
     def tokens_kept(self) -> int:
-        """Rows kept for the first row of the batch, first head."""
-        if self.empty():
-            return 0
-        n_rows = self._rows.real_rows[0]
-        return n_rows if self.interval > 1 else min(n_rows, self._rows.store.most_kept)
+        """Rows kept for the first sequence of the batch, first head."""
+        return accounting.rows_kept(self._rows, self.interval)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the kept rows, and of what the method holds beside them."""
-        return 0 if self._rows.record is None else kept_bytes(self._rows.record)
+        return accounting.kept_bytes(self._rows)
 
     @property
     def full_seq_bytes(self) -> int:
         """Bytes that the rows of all tokens seen would take."""
-        if self.empty():
-            return 0
-        keys, values, offsets = self._rows.store.keys, self._rows.store.values, self._rows.offsets
-        row = keys.shape[1] * (keys.shape[3] * keys.itemsize + values.shape[3] * values.itemsize)
-        return row * (sum(offsets) if self._rows.batched else offsets[0] * keys.shape[0])
+        return accounting.full_sequence_bytes(self._rows)
 
     @property
     def compression_ratio(self) -> float:
@@ -408,14 +391,6 @@ class EvictingKVCache:
         EvictingKVCache.__init__(cache, method, true_queries=true_queries, snapshots=snapshots)
         return cache
 
-    @property
-    def _rollback(self) -> int:
-        return int(self._method.settings.get("rollback", 0))
-
-    @property
-    def _has_evicted(self) -> bool:
-        return any(batch.has_evicted(self._rows.store, offset) for offset in self._rows.offsets)
-
     def _empty_record(self, keys: mx.array, values: mx.array) -> Any:
         record = self._method.init(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         check_state(record, self._method.name, keys.shape[0])
@@ -427,7 +402,7 @@ class EvictingKVCache:
             if not same_method(caches[0]._method, cache._method):
                 given = [f"{one._method.name} {dict(one._method.settings)}" for one in (caches[0], cache)]
                 raise ValueError(f"only caches of one method with one set of settings can share a batch, got {given}")
-        self._can_take_back = 0  # a batch holds no rows aside from before
+        self._past = dataclasses.replace(self._past, can_take_back=0)  # a batch holds no rows aside from before
         self._rows, self._view = merged([cache._rows for cache in caches], self._method), None
 
     def _start_last_view(self) -> None:

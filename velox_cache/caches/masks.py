@@ -1,4 +1,4 @@
-"""Attention masks for batches whose rows hold different numbers of tokens."""
+"""Attention masks for batches whose sequences hold different numbers of tokens."""
 
 import mlx.core as mx
 
@@ -8,8 +8,9 @@ from velox_fn.engine.store import Store, overwrites, seen_rows
 
 
 def ragged_mask(store: Store | None, n_tokens: int, real: tuple[int, ...]) -> mx.array:
-    """Which rows of the next view each query may attend to: bool [B,1,N,n+N], or [B,1,1,n] for the landing step.
+    """Which rows of the next view each query may attend to: bool [B,1,N,n+N].
 
+    bool [B,1,1,n] when a single token takes the landing row.
     store: the rows before the call, None when there are none. real: tokens among the next N of each sequence. Padding
     is masked; a padding query attends to itself, so that no softmax is empty.
     Every head of a sequence has its padding at the same rows, so the first head stands for all.

@@ -1,4 +1,4 @@
-"""The sequences behind one cache: a method's record and what the host knows of each row, moved as one value."""
+"""The sequences behind one cache: a method's record and what the host knows of each sequence, moved as one value."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +13,12 @@ from velox_fn.engine.store import Store
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """One sequence, or the rows of a batch. Counts are Python ints: asking for one never waits for the device."""
+    """One sequence, or those of a batch. Counts are Python ints: asking for one never waits for the device."""
 
     record: Any | None = None  # the method's own; None before the first token
-    offsets: tuple[int, ...] = (0,)  # tokens seen, per row
-    batched: bool = False  # rows differ in offset; otherwise the one offset stands for all
-    lengths: tuple[int, ...] | None = None  # real tokens to come, per row, while a padded prefill runs
+    offsets: tuple[int, ...] = (0,)  # tokens seen, per sequence
+    batched: bool = False  # sequences differ in offset; otherwise the one offset stands for all
+    lengths: tuple[int, ...] | None = None  # real tokens to come, per sequence, while a padded prefill runs
 
     @property
     def store(self) -> Store:
@@ -38,34 +38,34 @@ class Sequences:
 
     @property
     def ragged(self) -> bool:
-        """Whether some rows hold padding."""
+        """Whether some sequences hold padding."""
         return self.record is not None and self.batched and min(self.real_rows) < self.store.filled
 
     @property
     def real_rows(self) -> tuple[int, ...]:
-        """Physical rows that are tokens, a dead one included, per row of the batch."""
+        """Physical rows that are tokens, a landing row included, per sequence."""
         return tuple(batch.real_rows(self.store, offset) for offset in self.offsets)
 
     @property
-    def offset_per_row(self) -> tuple[int, ...]:
+    def offset_of_each(self) -> tuple[int, ...]:
         """Tokens seen, also where one offset stands for a batch in lockstep."""
         if self.batched or self.record is None:
             return self.offsets
         return self.offsets * int(self.store.offset.shape[0])
 
-    def index(self, name: str, row: object) -> int:
-        """`row` as the index of a row of the batch, counted from the end when negative.
+    def index(self, name: str, sequence: object) -> int:
+        """`sequence` as the index of one of the batch, counted from the end when negative.
 
-        Raises ValueError, naming the argument, when there is no such row.
+        Raises ValueError, naming the argument, when there is no such sequence.
         """
-        n_rows = len(self.offset_per_row)
-        index = checks.whole_number(name, row, -n_rows)
-        if index >= n_rows:
-            raise ValueError(f"{name} must name one of the {n_rows} rows of this batch, from 0 on, got {index}")
-        return index % n_rows
+        n = len(self.offset_of_each)
+        index = checks.whole_number(name, sequence, -n)
+        if index >= n:
+            raise ValueError(f"{name} must name one of the {n} sequences of this batch, from 0 on, got {index}")
+        return index % n
 
     def real_tokens(self, n_tokens: int) -> tuple[int, ...]:
-        """How many of the next tokens are real, per row. Raises ValueError when a row cannot count them."""
+        """How many of the next tokens are real, per sequence. Raises ValueError when one cannot count them."""
         if self.lengths is None:
             real = (n_tokens,) * len(self.offsets)
         else:
@@ -75,7 +75,7 @@ class Sequences:
         return real
 
     def advanced(self, record: Any, real: Sequence[int]) -> "Sequences":
-        """After an update that took in `real` tokens per row."""
+        """After an update that took in `real` tokens per sequence."""
         offsets = tuple(offset + count for offset, count in zip(self.offsets, real, strict=True))
         lengths = self.lengths
         if lengths is not None:
@@ -89,9 +89,9 @@ class Sequences:
 
 
 def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
-    """All rows of `parts` as one batch, in the dtypes of the first that has any."""
+    """All sequences of `parts` as one batch, in the dtypes of the first that has any."""
     parts = [part for part in parts if part.offsets]
-    offsets = tuple(offset for part in parts for offset in part.offset_per_row)
+    offsets = tuple(offset for part in parts for offset in part.offset_of_each)
     lengths = tuple(length for part in parts for length in part.lengths or ())
     together = Sequences(
         offsets=offsets, batched=True, lengths=lengths if lengths and len(lengths) == len(offsets) else None
@@ -114,9 +114,9 @@ def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
 
 
 def selected(rows: Sequences, indices: Sequence[int]) -> Sequences:
-    """Only these rows of the batch, in this order; padding that no row needs any more is dropped.
+    """Only these sequences of the batch, in this order; padding that none needs any more is dropped.
 
-    Without rows what is left is a batch that has seen nothing, and that others may join.
+    Without any, what is left is a batch that has seen nothing, and that others may join.
     """
     if not indices:
         return Sequences(offsets=(), batched=True)
@@ -136,14 +136,14 @@ def selected(rows: Sequences, indices: Sequence[int]) -> Sequences:
     return left.with_store(batch.narrow(left.store, min(longest, left.store.limit), ordered=ordered))
 
 
-def extracted(rows: Sequences, row: int) -> Sequences:
-    """One row of the batch, by itself and without padding."""
-    offset = rows.offset_per_row[row]
+def extracted(rows: Sequences, index: int) -> Sequences:
+    """One sequence of the batch, by itself and without padding."""
+    offset = rows.offset_of_each[index]
     alone = Sequences(offsets=(offset,))
     if rows.record is None or offset == 0:
         return alone
     n_rows = min(batch.real_rows(rows.store, offset), rows.store.limit)
-    taken = replace(alone, record=batch.take(rows.record, [row]))
+    taken = replace(alone, record=batch.take(rows.record, [index]))
     if taken.store.span is not None:
         return taken
     return _known_offsets(taken.with_store(batch.narrow(taken.store, n_rows, ordered=True)))
@@ -155,7 +155,7 @@ def trimmed(rows: Sequences, n_tokens: int) -> Sequences:
     shorter = replace(known, offsets=tuple(offset - n_tokens for offset in rows.offsets))
     store = batch.trim(known.store, n_tokens)
     # A constant, where a difference would wait for the thread that made it.
-    return shorter.with_store(replace(store, offset=mx.array(shorter.offset_per_row, mx.int32)))
+    return shorter.with_store(replace(store, offset=mx.array(shorter.offset_of_each, mx.int32)))
 
 
 def _known_offsets(rows: Sequences) -> Sequences:

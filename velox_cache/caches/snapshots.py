@@ -35,9 +35,9 @@ class Snapshots:
         if static and not span.ragged and min(span.kept) + min(span.since) == max(span.seen):  # every token is there
             offsets = tuple(offset - n_tokens for offset in rows.offsets)
             return replace(rows, offsets=offsets).with_store(settled_back(rows.store, n_tokens)), self
-        target = [offset - n_tokens for offset in rows.offset_per_row]
+        target = [offset - n_tokens for offset in rows.offset_of_each]
         for i, state in reversed(list(enumerate(self.states))):
-            surplus = [seen - wanted for seen, wanted in zip(state.offset_per_row, target, strict=True)]
+            surplus = [seen - wanted for seen, wanted in zip(state.offset_of_each, target, strict=True)]
             since = state.store.span.since if state.store.span is not None else ()
             if len(set(surplus)) == 1 and 0 <= surplus[0] <= min(since, default=-1):
                 return trimmed(state, surplus[0]), replace(self, states=self.states[:i])

@@ -14,7 +14,7 @@ from velox_cache.caches.span_checks import with_places
 from velox_cache.caches.state_checks import check_header, check_leaves, check_rows, require
 from velox_cache.known_methods import method_named
 from velox_fn.engine.eviction import Eviction
-from velox_fn.engine.records import arrays, statics, with_arrays, with_statics
+from velox_fn.engine.records import arrays, refilled, statics, with_statics
 
 FORMAT_VERSION = 2  # 1: without a digest
 
@@ -140,4 +140,4 @@ def _record(method: Eviction, header: dict[str, Any], leaves: Sequence[mx.array]
     empty = with_places(empty, leaves, len(arrays(empty)))
     check_leaves(leaves, empty, fields)
     here = {**fields, "store": {**fields["store"], "metal": empty.store.metal}}  # the machine may be another one
-    return with_statics(with_arrays(empty, list(leaves)), here)
+    return with_statics(refilled(empty, list(leaves)), here)

@@ -86,7 +86,7 @@ def check_rows(rows: Sequences, method: Eviction, true_queries: bool, can_take_b
         return
     store = rows.store
     seen = [int(offset) for offset in np.array(store.offset)]
-    require(list(rows.offset_per_row) == seen, f"its header has offsets={list(rows.offsets)}, its arrays {seen}")
+    require(list(rows.offset_of_each) == seen, f"its header has offsets={list(rows.offsets)}, its arrays {seen}")
     require(store.seen_by_all == min(seen), f"its header has seen_by_all={store.seen_by_all}, its arrays {seen}")
     if store.span is not None:
         contradiction = span_contradiction(store, seen)

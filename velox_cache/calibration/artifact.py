@@ -25,7 +25,7 @@ _MOST_DEFLATED = 1032  # bytes that one compressed byte can stand for
 
 
 @dataclass(frozen=True, eq=False)
-class QFiltersCalibration:
+class Calibration:
     """Filters of one model, one entry per layer of its prompt cache, and where they came from.
 
     Raises ValueError when no layer has a filter, a filter is not a finite float32 [H,D] or is zero for a head, or basis
@@ -82,7 +82,7 @@ class QFiltersCalibration:
             )
 
 
-def save_qfilters(calibration: QFiltersCalibration, path: str | os.PathLike[str]) -> None:
+def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:
     """Write `calibration` as an .npz without pickled objects. An interrupted write leaves an older file as it was.
 
     Raises FileNotFoundError when the folder does not exist, and ValueError when the path is that of a folder.
@@ -120,8 +120,8 @@ def save_qfilters(calibration: QFiltersCalibration, path: str | os.PathLike[str]
         aside.unlink(missing_ok=True)
 
 
-def load_qfilters(path: str | os.PathLike[str], expect_model_id: str | None = None) -> QFiltersCalibration:
-    """Read what `save_qfilters` wrote.
+def load_calibration(path: str | os.PathLike[str], expect_model_id: str | None = None) -> Calibration:
+    """Read what `save_calibration` wrote.
 
     Raises FileNotFoundError when there is no such file, and ValueError when it cannot be read, is truncated, not an
     .npz, of an unknown format version, lacks layers or holds arrays that cannot be used, or when it was made for
@@ -146,11 +146,11 @@ def load_qfilters(path: str | os.PathLike[str], expect_model_id: str | None = No
         absent = [part for part, key in (("term_", "terms"), ("fusion_", "fusion")) if not header.get(key)]
         names = [field.name for field in fields(LayerStatistics) if not field.name.startswith(tuple(absent))]
         statistics = [_stored_statistics(i, names, content) if has else None for i, has in enumerate(has_statistics)]
-        calibration = QFiltersCalibration(filters, **header, statistics=statistics, format_version=version)
+        calibration = Calibration(filters, **header, statistics=statistics, format_version=version)
     except KeyError as error:
-        raise ValueError(f"{path} is not a Q-Filters calibration: it has no {error}") from error
+        raise ValueError(f"{path} is not a calibration: it has no {error}") from error
     except (ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{path} cannot be used as a Q-Filters calibration: {error}") from error
+        raise ValueError(f"{path} cannot be used as a calibration: {error}") from error
     if expect_model_id is not None and calibration.model_id != expect_model_id:
         raise ValueError(
             f"{path} was calibrated for model {calibration.model_id!r}, not {expect_model_id!r}; filters belong to one "
@@ -159,7 +159,7 @@ def load_qfilters(path: str | os.PathLike[str], expect_model_id: str | None = No
     return calibration
 
 
-def import_published_filters(path: str | os.PathLike[str], model_id: str | None = None) -> QFiltersCalibration:
+def import_published_filters(path: str | os.PathLike[str], model_id: str | None = None) -> Calibration:
     """Filters in the form their authors publish: a .safetensors with one tensor [layers, H, D], any float dtype.
 
     There a *lower* projection means keep, so the filters are turned around here. They compare with keys of mlx_lm's
@@ -179,7 +179,7 @@ def import_published_filters(path: str | os.PathLike[str], model_id: str | None 
         raise ValueError(
             f"tensor {name!r} in {path} must be [layers, kv heads, head_dim], but its shape is {tuple(tensor.shape)}"
         )
-    return QFiltersCalibration(list(-tensor.astype(mx.float32)), model_id=model_id, dataset="published by the authors")
+    return Calibration(list(-tensor.astype(mx.float32)), model_id=model_id, dataset="published by the authors")
 
 
 def _layer_key(index: int) -> str:

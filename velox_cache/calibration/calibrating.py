@@ -12,9 +12,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.sums import LayerSums, whole_model_sums, with_block
-from velox_cache.distributed.collectives import Group, as_rank_0_has_it, failing_together, own_share
+from velox_cache.distributed.collectives import Group, broadcast, failing_together, own_share
 from velox_cache.introspection.observed_prefill import LayerQueries, cache_layout, observed_prefill
 from velox_cache.introspection.query_tap import model_type
 from velox_cache.introspection.shard import model_shard
@@ -44,7 +44,7 @@ def calibrate(
     progress: bool = True,
     advance: Callable[[int], object] = lambda n_tokens: None,
     group: Group | None = None,
-) -> QFiltersCalibration:
+) -> Calibration:
     """Filters of `model`, from the queries it makes of `texts`, and the statistics that other methods score by.
 
     Each text is cut into sequences of at most `sequence_length` tokens (the paper: 20 of 2,048), each of which runs
@@ -89,10 +89,10 @@ def calibrate(
     filters = [_layer_filter(i, sums[i]) if i in sums else None for i in range(len(layout))]
     statistics = [None if layer is None else sums[i].statistics(layer) for i, layer in enumerate(filters)]
     if everyone is not None:  # machines may round differently
-        shared = partial(as_rank_0_has_it, group=everyone)
+        shared = partial(broadcast, group=everyone)
         filters = [None if layer is None else shared(layer) for layer in filters]
         statistics = [None if layer is None else layer.mapped(shared) for layer in statistics]
-    return QFiltersCalibration(
+    return Calibration(
         filters,
         statistics=statistics,
         model_id=model_id,
@@ -131,7 +131,7 @@ def collect_query_activations(
 
 
 def sign_agreement(
-    calibration: QFiltersCalibration,
+    calibration: Calibration,
     model: nn.Module,
     tokenizer: Tokenizer,
     text: str,

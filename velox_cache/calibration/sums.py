@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_cache.calibration.term_sums import TermSums, no_term_sums, term_moments, with_rows
-from velox_cache.distributed.collectives import Group, summed, texts_of_all
+from velox_cache.distributed.collectives import Group, all_gather_texts, summed
 from velox_cache.introspection.observed_prefill import LayerQueries
 from velox_cache.introspection.shard import ModelShard
 from velox_fn.directions.query_gram import (
@@ -81,7 +81,7 @@ def whole_model_sums(
         "layout": {first + layer: name for layer, name in enumerate(layout)},
         "shapes": {first + layer: _whole_shape(sums, model, shard) for layer, sums in own.items()},
     }
-    everyone = [json.loads(text) for text in texts_of_all(json.dumps(told), group)]
+    everyone = [json.loads(text) for text in all_gather_texts(json.dumps(told), group)]
     names = _agreed(everyone, "layout")
     by_layer = {
         layer: LayerSums(*_summed_layer(own.get(layer - first), shape, shard, group), scale=shape[3])

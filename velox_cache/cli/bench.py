@@ -7,6 +7,8 @@ compared with each other; those of two machines, or of a busy one, hardly.
 import argparse
 from pathlib import Path
 
+from velox_cache.cli.calibration_argument import add_calibration_argument
+
 EXAMPLES = """examples:
   velox bench --quick
   velox bench --json bench.json --plot bench.png
@@ -27,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="turns that each cache takes (default: 40)")
     parser.add_argument("--model", metavar="MODEL", help="run this model end to end as well")
-    parser.add_argument("--filters", metavar="FILE", help="Q-Filters for MODEL (default: from its first keys)")
+    add_calibration_argument(parser, "calibration of MODEL (default: filters from its first keys)")
     parser.add_argument(
         "--model-rounds", type=int, default=3, metavar="N", help="runs of the caches that take turns (default: 3)"
     )
@@ -88,14 +90,14 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.quick:
             add(import_costs(rounds=5))
     if arguments.model is not None:
-        from velox_cache.calibration.artifact import load_qfilters
+        from velox_cache.calibration.artifact import load_calibration
         from velox_cache.cli.model_argument import load_model
 
         model, tokenizer = load_model(arguments.model)
-        filters = None if arguments.filters is None else load_qfilters(arguments.filters)
+        calibration = None if arguments.calibration is None else load_calibration(arguments.calibration)
         budgets = arguments.budgets or (512, 256)
         rounds = arguments.model_rounds
-        options = {"budgets": budgets, "filters": filters, "methods": arguments.methods, "advance": console.log}
+        options = {"budgets": budgets, "calibration": calibration, "methods": arguments.methods, "advance": console.log}
         add(decoding_in_turns(model, tokenizer, rounds=_TURNS_PER_RUN * rounds, **options))
         add(end_to_end(model, tokenizer, rounds=rounds, **options))
         console.print(runs_table(report.runs))

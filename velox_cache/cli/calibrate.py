@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from velox_cache.calibration.artifact import QFiltersCalibration
+    from velox_cache.calibration.artifact import Calibration
 
 EXAMPLES = """examples:
-  velox calibrate smollm2-135m -o filters.npz
-  velox calibrate MODEL -o filters.npz --text novel.txt manual.txt --max-tokens 40000
-  velox calibrate smollm2-135m -o filters.npz --search-weights 600
-  mlx.launch --hostfile hosts.json -- velox calibrate MODEL -o filters.npz"""
+  velox calibrate smollm2-135m -o calibration.npz
+  velox calibrate MODEL -o calibration.npz --text novel.txt manual.txt --max-tokens 40000
+  velox calibrate smollm2-135m -o calibration.npz --search-weights 600
+  mlx.launch --hostfile hosts.json -- velox calibrate MODEL -o calibration.npz"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `velox calibrate`."""
     add_model_argument(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="where the filters go, an .npz file")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="file of the calibration, an .npz")
     parser.add_argument(
         "--text",
         nargs="+",
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.search_weights is not None and launched_rank() is not None:
         raise ValueError("--search-weights runs in one process; calibrate under mlx.launch, then search without it")
 
-    from velox_cache import calibrate, save_qfilters
+    from velox_cache import calibrate, save_calibration
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.cli.inspect import describe
     from velox_cache.distributed.collectives import world
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         group=world(),
     )
     if not launched_rank() and (arguments.search_weights is None or not output.exists()):
-        save_qfilters(calibration, output)  # an older file may hold searched weights: not before the search is over
+        save_calibration(calibration, output)  # an older file may hold searched weights: not before the search is over
     if arguments.search_weights is not None:
         calibration = _searched(model, tokenizer, calibration, texts, arguments, output)
     print(f"{output}: {describe(calibration)}")
@@ -104,13 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _searched(
     model: "nn.Module",
     tokenizer: "TokenizerWrapper",
-    calibration: "QFiltersCalibration",
+    calibration: "Calibration",
     texts: Sequence[str],
     arguments: argparse.Namespace,
     output: Path,
-) -> "QFiltersCalibration":
+) -> "Calibration":
     """The calibration with what a search found, saved; how the search went is printed, and stays beside the output."""
-    from velox_cache import save_qfilters
+    from velox_cache import save_calibration
     from velox_cache.cli.progress import search_progress
     from velox_cache.learning.weight_search import search_weights
 
@@ -126,7 +126,7 @@ def _searched(
             state_file=state_file,
             advance=advance,
         )
-    save_qfilters(outcome.calibration, output)
+    save_calibration(outcome.calibration, output)
     print(f"{state_file}: {outcome}")
     return outcome.calibration
 

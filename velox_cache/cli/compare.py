@@ -16,11 +16,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from velox_cache.cli.calibration_argument import add_calibration_argument
 from velox_cache.cli.model_argument import add_model_argument, load_model, model_id
 from velox_cache.distributed.launcher import launched_rank
 
 if TYPE_CHECKING:
-    from velox_cache.calibration.artifact import QFiltersCalibration
+    from velox_cache.calibration.artifact import Calibration
     from velox_cache.evaluation.compare import Contender
 
 DEFAULT_METHODS = (
@@ -41,7 +42,7 @@ SMOKE = {
 EXAMPLES = """examples:
   velox compare smollm2-135m --half choice --methods fusion,qfilters --contexts 2 --length 1024 --shares 1/4
   velox compare smollm2-135m --half report --length 4096
-  velox compare MODEL --filters filters.npz --methods qfilters:recent=1/2,qfilters --traces 0
+  velox compare MODEL --calibration calibration.npz --methods qfilters:recent=1/2,qfilters --traces 0
   velox compare smollm2-135m --smoke
 
 A method is named as in `velox methods`, with settings after colons, such as qfilters:recent=1/4 (a share of the
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", default="streaming_llm", metavar="M", help="KL is relative to its (default: %(default)s)"
     )
-    parser.add_argument("--filters", metavar="FILE", help="filters of `velox calibrate` (default: calibrate now)")
+    add_calibration_argument(parser, "calibration of MODEL (default: calibrate now)")
     parser.add_argument("--calibration-tokens", type=int, default=3072, metavar="N", help="for that (default: 3072)")
     parser.add_argument("--rows", metavar="FOLDER", help="where contexts' rows are kept (default: the user's cache)")
     parser.add_argument("--out", metavar="FOLDER", help="where results go (default: compare-MODEL-HALF)")
@@ -167,7 +168,7 @@ def _claim(folder: Path, half: str) -> None:
 
 
 def _contenders(
-    arguments: argparse.Namespace, model: Any, calibration: "QFiltersCalibration", length: int, *, ceilings: bool
+    arguments: argparse.Namespace, model: Any, calibration: "Calibration", length: int, *, ceilings: bool
 ) -> "list[Contender]":
     """The full cache, each method and each ceiling at each share of `length` rows, with equal windows."""
     from velox_cache.evaluation.ceilings import CEILINGS
@@ -198,17 +199,17 @@ def _part(share: str, whole: int, option: str) -> int:
 def _calibration(
     arguments: argparse.Namespace, model: Any, tokenizer: Any, name: str, folder: Path, group: Any
 ) -> tuple[Any, str]:
-    """The filters to use, and a fingerprint of them. Those made here stay in the folder, for the next run."""
+    """The calibration to use, and a fingerprint of it. One made here stays in the folder, for the next run."""
     import hashlib
 
     import numpy as np
 
-    from velox_cache import calibrate, load_qfilters, save_qfilters
+    from velox_cache import calibrate, load_calibration, save_calibration
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.distributed.collectives import on_all_ranks
 
-    own = folder / f"filters-{arguments.calibration_tokens}.npz"
-    if not arguments.filters and not on_all_ranks(own.exists(), group):
+    own = folder / f"calibration-{arguments.calibration_tokens}.npz"
+    if not arguments.calibration and not on_all_ranks(own.exists(), group):
         made = calibrate(
             model,
             tokenizer,
@@ -218,8 +219,8 @@ def _calibration(
             dataset=SOURCE,
             group=group,
         )
-        save_qfilters(made, own)
-    calibration = load_qfilters(arguments.filters or own)
+        save_calibration(made, own)
+    calibration = load_calibration(arguments.calibration or own)
     digest = hashlib.sha256()
     for filters in calibration.filters:
         digest.update(b"" if filters is None else np.asarray(filters).tobytes())

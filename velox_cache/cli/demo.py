@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Fetch, calibrate, compare, print."""
     from rich.console import Console
 
-    from velox_cache import calibrate, save_qfilters
+    from velox_cache import calibrate, save_calibration
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.cli.model_argument import load_model, model_id
     from velox_cache.cli.progress import told_progress
@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"[bold]{name}[/bold], {platform.machine()}, {os.cpu_count()} CPU cores")
 
     workload, arms = Workload(), default_arms(arguments.budgets)
-    filters = default_cache_dir().parent / "filters" / f"{name.replace('/', '--')}.npz"
-    filters.parent.mkdir(parents=True, exist_ok=True)
+    file = default_cache_dir().parent / "calibrations" / f"{name.replace('/', '--')}.npz"
+    file.parent.mkdir(parents=True, exist_ok=True)
     with told_progress(arguments.calibration_tokens + comparison_work(tokenizer, workload)) as report:
         calibration = calibrate(
             model,
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress=False,
             advance=partial(report, "calibrating"),
         )
-        save_qfilters(calibration, filters)
+        save_calibration(calibration, file)
         results = compare_arms(model, tokenizer, calibration, arms, workload, report)
     console.print(results_table(results))
     console.print(
@@ -74,16 +74,17 @@ def run(arguments: argparse.Namespace) -> int:
         f"this, does to a fact long ago. Calibrated on {calibration.n_tokens:,} tokens. "
         f"Total {time.perf_counter() - began:.0f} s."
     )
-    console.print("\n".join(next_steps(arguments.model, str(filters), max(arguments.budgets))), soft_wrap=True)
+    console.print("\n".join(next_steps(arguments.model, str(file), max(arguments.budgets))), soft_wrap=True)
     return 0
 
 
-def next_steps(model: str, filters: str, budget: int) -> list[str]:
+def next_steps(model: str, file: str, budget: int) -> list[str]:
     """What to type next: text from the recommended cache, all methods on one's own model, and the same in Python."""
     return [
-        f'velox generate {model} --method fusion --filters {filters} --budget {budget} --prompt "Why is the sky blue?"',
-        f"velox compare {model} --filters {filters} --budgets {budget}    # measured at length, task by task",
-        f'install(model, "fusion", budget={budget}, filters="{filters}")    # in Python: README, "In mlx_lm"',
+        f"velox generate {model} --method fusion --calibration {file} --budget {budget} "
+        '--prompt "Why is the sky blue?"',
+        f"velox compare {model} --calibration {file} --budgets {budget}    # measured at length, task by task",
+        f'install(model, "fusion", budget={budget}, calibration="{file}")    # in Python: README, "In mlx_lm"',
     ]
 
 

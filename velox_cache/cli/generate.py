@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from velox_cache.harness.memory import CacheUsage
 
 EXAMPLES = f"""examples:
-  velox generate smollm2-135m --filters filters.npz --budget 512 --prompt "Why is the sky blue?"
-  cat report.txt | velox generate MODEL --budget 1024 --recent 256 --filters filters.npz --prompt - --max-tokens 400
+  velox generate smollm2-135m --calibration calibration.npz --budget 512 --prompt "Why is the sky blue?"
+  cat report.txt | velox generate MODEL --budget 1024 --recent 256 --calibration FILE --prompt - --max-tokens 400
   velox generate MODEL --method full --prompt "Once upon a time" --no-chat
 
 {METHOD_EXAMPLES}"""
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mlx_lm.sample_utils import make_sampler
 
     from velox_cache.cli.progress import prefill_progress
-    from velox_cache.distributed.collectives import agreed_seed, end_together, world
+    from velox_cache.distributed.collectives import agreed_seed, barrier, world
     from velox_cache.harness.memory import cache_usage
 
     model, tokenizer = load_model(arguments.model, arguments.shard)
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         ):
             print(response.text, end="", flush=True)
     if group is not None:  # mlx_lm runs a step ahead
-        end_together(group, generation_stream)
+        barrier(group, generation_stream)
     print()
     part = "" if group is None else f"rank 0 of {group.size()}: "
     print(part + usage_line(cache_usage(caches), response.generation_tps), file=sys.stderr)

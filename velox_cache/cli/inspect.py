@@ -1,13 +1,13 @@
-"""Say what is in a file of filters: of which model, made on what, for which layers and heads."""
+"""Say what is in the file of a calibration: of which model, made on what, for which layers and heads."""
 
 import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from velox_cache.calibration.artifact import QFiltersCalibration
+    from velox_cache.calibration.artifact import Calibration
 
 EXAMPLES = """example:
-  velox inspect filters.npz"""
+  velox inspect calibration.npz"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,13 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, check and describe."""
-    from velox_cache.calibration.artifact import load_qfilters
+    from velox_cache.calibration.artifact import load_calibration
 
-    print(describe(load_qfilters(arguments.file)))
+    print(describe(load_calibration(arguments.file)))
     return 0
 
 
-def describe(calibration: "QFiltersCalibration") -> str:
+def describe(calibration: "Calibration") -> str:
     """A few lines about a calibration."""
     filters = [layer for layer in calibration.filters if layer is not None]
     shapes = ", ".join(f"{heads} heads of dimension {dim}" for heads, dim in dict.fromkeys(f.shape for f in filters))

@@ -24,8 +24,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "demo": "start here: fetch a small model, calibrate it, compare caches side by side",
         "generate": "generate text inside a bounded cache",
         "serve": "run mlx_lm's OpenAI-compatible server with bounded caches",
-        "calibrate": "make the Q-Filters of a model, from any text",
-        "inspect": "say what is in a file of filters",
+        "calibrate": "calibrate a model on any text: directions and statistics for each KV head",
+        "inspect": "say what is in a calibration",
         "inspect-model": "say, layer by layer, what an evicting cache would do with a model",
         "compare": "measure eviction methods on a model: perplexity, tasks, attention, what is kept",
         "eval": "run one measurement by itself",
@@ -38,8 +38,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 EXAMPLES = """examples:
   velox demo
   velox fetch-model smollm2-135m
-  velox calibrate smollm2-135m -o filters.npz
-  velox generate smollm2-135m --budget 512 --filters filters.npz --prompt "Why is the sky blue?"
+  velox calibrate smollm2-135m -o calibration.npz
+  velox generate smollm2-135m --budget 512 --calibration calibration.npz --prompt "Why is the sky blue?"
 
 `velox COMMAND --help` explains each."""
 REFUSED = 2  # argparse's own status for arguments that cannot be used

@@ -9,6 +9,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from velox_cache.cli.calibration_argument import add_calibration_argument
+
 if TYPE_CHECKING:
     import mlx.nn as nn
 
@@ -22,7 +24,7 @@ METHOD_EXAMPLES = """settings:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """--method, --budget, --recent, --n-sink, --set, --filters, --queries."""
+    """--method, --budget, --recent, --n-sink, --set, --calibration, --queries."""
     group = parser.add_argument_group("cache")
     group.add_argument(
         "--method",
@@ -44,7 +46,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="any other setting of the method; may be given several times",
     )
-    group.add_argument("--filters", metavar="FILE", help="filters made by `velox calibrate`, for methods that use them")
+    add_calibration_argument(group, "what `velox calibrate` made, for methods that use it")
     group.add_argument(
         "--queries",
         choices=("true", "proxy"),
@@ -69,22 +71,25 @@ def install_method(
 ) -> "InstallReport | None":
     """Give `model` the caches that the options ask for; what was done, or None for the full cache.
 
-    `model_id` is the name that the filters must bear. Raises ValueError as `velox_cache.install` and
-    `velox_cache.load_qfilters` do, and when settings are given for the full cache.
+    `model_id` is the name that the calibration must bear. Raises ValueError as `velox_cache.install` and
+    `velox_cache.load_calibration` do, and when settings are given for the full cache.
     """
-    from velox_cache import install, load_qfilters, uninstall
+    from velox_cache import install, load_calibration, uninstall
     from velox_cache.known_methods import method_named
 
     settings = method_settings(arguments)
     if arguments.method == FULL_CACHE:
-        if settings or arguments.filters:
-            raise ValueError(f"--method {FULL_CACHE} keeps every row: it takes no settings and no filters")
+        if settings or arguments.calibration:
+            raise ValueError(f"--method {FULL_CACHE} keeps every row: it takes no settings and no calibration")
         uninstall(model)
         return None
-    filters = load_qfilters(arguments.filters, expect_model_id=model_id) if arguments.filters else None
-    report = install(model, arguments.method, filters=filters, queries=arguments.queries, **settings)
-    if filters is None and "filters" in method_named(arguments.method).calibrated:
-        print("note: without --filters, a worse stand-in is used; `velox calibrate` makes filters", file=sys.stderr)
+    calibration = load_calibration(arguments.calibration, expect_model_id=model_id) if arguments.calibration else None
+    report = install(model, arguments.method, calibration=calibration, queries=arguments.queries, **settings)
+    if calibration is None and "filters" in method_named(arguments.method).calibrated:
+        print(
+            "note: without --calibration, a worse stand-in is used; `velox calibrate` makes a calibration",
+            file=sys.stderr,
+        )
     return report
 
 

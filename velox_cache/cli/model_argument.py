@@ -27,7 +27,7 @@ def add_model_id_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-id",
         metavar="ID",
-        help="the name under which a file of filters knows MODEL (default: MODEL's own name, without its folder)",
+        help="the name under which a calibration knows MODEL (default: MODEL's own name, without its folder)",
     )
 
 
@@ -43,7 +43,7 @@ def add_shard_argument(parser: argparse.ArgumentParser, default: str | None, oth
 
 
 def model_id(model: str) -> str:
-    """The name under which filters know a model: its repository, or the last part of its folder."""
+    """The name under which a calibration knows a model: its repository, or the last part of its folder."""
     folder = model_folder(model)
     return model if folder is None else folder.resolve().name
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 EXAMPLES = f"""{METHOD_EXAMPLES}
 
 examples:
-  velox serve smollm2-135m --budget 512 --filters filters.npz
+  velox serve smollm2-135m --budget 512 --calibration calibration.npz
   velox serve mlx-community/Qwen3-4B-4bit --budget 2048 --port 8000 --server-options --temp 0.7"""
 
 
@@ -50,7 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     def bound(model: "nn.Module") -> object:
         if arguments.method == FULL_CACHE:
             return "the model's own caches, unbounded"
-        return install(model, arguments.method, filters=arguments.filters, queries=arguments.queries, **settings)
+        return install(
+            model, arguments.method, calibration=arguments.calibration, queries=arguments.queries, **settings
+        )
 
     serve(arguments.model if folder is None else str(folder), bound, options)
     return 0

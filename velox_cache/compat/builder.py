@@ -5,7 +5,7 @@ from typing import Any
 import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.compat.config import KVCacheConfig
 from velox_cache.installation.layer_arguments import layer_arguments
 from velox_cache.installation.own_part import part_of_calibration
@@ -20,7 +20,7 @@ class KVCacheBuilder:
     """Makes caches; holds nothing."""
 
     @staticmethod
-    def for_model(model: nn.Module, config: KVCacheConfig, calibration: QFiltersCalibration | None = None) -> list[Any]:
+    def for_model(model: nn.Module, config: KVCacheConfig, calibration: Calibration | None = None) -> list[Any]:
         """Fresh caches for one sequence, one entry per layer, with what the method takes of `calibration`.
 
         Layers that are not bounded keep the cache that the model makes for them. To have mlx_lm make fresh ones for
@@ -40,7 +40,7 @@ class KVCacheBuilder:
 def _layer_method(
     model: nn.Module,
     config: KVCacheConfig,
-    calibration: QFiltersCalibration | None,
+    calibration: Calibration | None,
     layer: int,
     shard: ModelShard,
     ropes: ModelRopes,

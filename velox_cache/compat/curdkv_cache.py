@@ -21,7 +21,7 @@ class CurDKVKVCache(EvictingKVCache):
     @property
     def curdkv_kept_bytes(self) -> int:
         """Bytes of the kept rows, keys and values in their dtype; the directions that are tracked do not count."""
-        basis: tuple[mx.array, ...] = () if self.record is None else self.record.basis
+        basis: tuple[mx.array, ...] = getattr(self.record, "basis", ())  # none before the first token
         return self.kept_bytes - sum(array.nbytes for array in basis)
 
     @property

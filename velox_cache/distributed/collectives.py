@@ -35,12 +35,12 @@ def summed(array: mx.array, group: Group) -> mx.array:
     return _evaluated(mx.distributed.all_sum(array, group=group, stream=mx.cpu))
 
 
-def as_rank_0_has_it(array: mx.array, group: Group) -> mx.array:
+def broadcast(array: mx.array, group: Group) -> mx.array:
     """Rank 0's array, bit for bit; the others give one of its shape and dtype, whatever it holds."""
     return summed(array if group.rank() == 0 else mx.zeros_like(array, stream=mx.cpu), group)
 
 
-def end_together(group: Group, stream: mx.Stream | mx.ThreadLocalStream) -> None:
+def barrier(group: Group, stream: mx.Stream | mx.ThreadLocalStream) -> None:
     """Wait for what runs on `stream`, then for the other ranks: one that exits early cuts off those that still read."""
     mx.synchronize(stream)
     summed(mx.zeros((1,)), group)
@@ -48,15 +48,15 @@ def end_together(group: Group, stream: mx.Stream | mx.ThreadLocalStream) -> None
 
 def on_all_ranks(yes: bool, group: Group | None) -> bool:
     """Whether `yes` holds on every rank."""
-    return yes if group is None else "no" not in texts_of_all("" if yes else "no", group)
+    return yes if group is None else "no" not in all_gather_texts("" if yes else "no", group)
 
 
 def agreed_seed(group: Group) -> int:
     """A random seed, the same on all ranks."""
-    return int(np.array(as_rank_0_has_it(mx.array([secrets.randbits(31)], mx.int32), group))[0])
+    return int(np.array(broadcast(mx.array([secrets.randbits(31)], mx.int32), group))[0])
 
 
-def texts_of_all(text: str, group: Group) -> list[str]:
+def all_gather_texts(text: str, group: Group) -> list[str]:
     """What each rank gave, in the order of ranks."""
     encoded = np.frombuffer(text.encode(), np.uint8)
     longest = mx.array([len(encoded)], mx.int32)
@@ -81,7 +81,7 @@ def failing_together(group: Group | None) -> Iterator[None]:
         yield
     except Exception as error:  # anything: the other ranks wait for this one
         failure = error
-    messages = texts_of_all("" if failure is None else str(failure) or type(failure).__name__, group)
+    messages = all_gather_texts("" if failure is None else str(failure) or type(failure).__name__, group)
     if failure is not None:
         raise failure
     for rank, message in enumerate(messages):
@@ -126,7 +126,7 @@ def shared_out(cells: Sequence[Cell], n_ranks: int, cost: Callable[[Cell], float
 
 
 def _check_same(cells: Sequence[Cell], group: Group) -> None:
-    digests = texts_of_all(hashlib.sha256(repr(list(cells)).encode()).hexdigest(), group)
+    digests = all_gather_texts(hashlib.sha256(repr(list(cells)).encode()).hexdigest(), group)
     if len(set(digests)) > 1:
         raise ValueError(
             "the ranks were given different work, so it cannot be shared out; start all of them with the same "

@@ -1,13 +1,11 @@
 """What a bounded cache costs and keeps, measured on a model: typed results from plain functions."""
 
 from velox_cache.evaluation.anisotropy import Anisotropy, anisotropy
-from velox_cache.evaluation.answer import Answer, greedy_answer
 from velox_cache.evaluation.attention import ScorerCorrelation, default_scorers, score_attention
 from velox_cache.evaluation.cells import Cells
 from velox_cache.evaluation.compare import Contender, Measurement, Row, compare
 from velox_cache.evaluation.contexts import Context, make_context
 from velox_cache.evaluation.paired import Interval, bootstrap, difference, ratio
-from velox_cache.evaluation.planted_fact import PlantedFact, planted_fact_prompt
 from velox_cache.evaluation.prefill import ChunkedPrefill, prefill_in_chunks
 from velox_cache.evaluation.prompt import TaskPrompt
 from velox_cache.evaluation.questions import TASKS, Question
@@ -26,7 +24,6 @@ __all__ = [
     "FULL",
     "TASKS",
     "Anisotropy",
-    "Answer",
     "Arm",
     "ArmReading",
     "CacheUsage",
@@ -38,7 +35,6 @@ __all__ = [
     "Interval",
     "Measurement",
     "MemoryUse",
-    "PlantedFact",
     "Question",
     "Reading",
     "Row",
@@ -57,12 +53,10 @@ __all__ = [
     "evidence_kept",
     "fidelity",
     "gap_closed",
-    "greedy_answer",
     "make_context",
     "memory_use",
     "parse_arm",
     "perplexity",
-    "planted_fact_prompt",
     "prefill_in_chunks",
     "ratio",
     "read_arms",

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.evaluation.predicted_attention import Scorer, attention_correlation
 from velox_cache.introspection.observed_prefill import cache_layout
@@ -36,7 +36,7 @@ class ScorerCorrelation:
         return float((self.per_head > 0).mean())
 
 
-def default_scorers(calibration: QFiltersCalibration) -> dict[str, Scorer]:
+def default_scorers(calibration: Calibration) -> dict[str, Scorer]:
     """The scores of the static methods, and of KeyDiff against the mean of all keys."""
 
     def calibrated(layer: int, keys: mx.array, values: mx.array) -> mx.array:

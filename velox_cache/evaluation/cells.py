@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from velox_cache.distributed.collectives import Group, texts_of_all
+from velox_cache.distributed.collectives import Group, all_gather_texts
 
 
 class Cells:
@@ -42,7 +42,7 @@ class Cells:
         Raises RuntimeError when another rank has ended.
         """
         here = [[key, value] for key in map(dict, keys) if (value := self.get(key)) is not None]
-        texts = texts_of_all(json.dumps(here), group)
+        texts = all_gather_texts(json.dumps(here), group)
         self._values = self._read()
         for text in texts:
             for key, value in json.loads(text):

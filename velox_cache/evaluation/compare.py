@@ -8,7 +8,7 @@ from typing import Any
 from velox_cache.distributed.collectives import Group, failing_together, own_share
 from velox_cache.evaluation.cells import Cells
 from velox_cache.harness.arms import Arm, MakeCache
-from velox_cache.installation.installing import InstalledCaches
+from velox_cache.installation.installed import InstalledCaches
 
 Advance = Callable[[int], object]
 """Called with the tokens done."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.harness.arm_readings import ArmReading, read_arms
 from velox_cache.harness.arms import FULL, Arm, MakeCache, cache_maker
 from velox_cache.installation.installing import install, uninstall
@@ -20,7 +20,7 @@ def curdkv_variants(
     budget: int,
     *,
     n_context: int,
-    calibration: QFiltersCalibration | None = None,
+    calibration: Calibration | None = None,
     by_token: bool = False,
     advance: Callable[[int], object] = lambda n_tokens: None,
 ) -> dict[str, ArmReading]:

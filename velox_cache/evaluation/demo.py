@@ -7,7 +7,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.table import Table
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.texts import filler_text, held_out_text
 from velox_cache.evaluation.prompt import TaskPrompt, inserted, make_prompt
 from velox_cache.evaluation.task_runs import TaskReply, run_task
@@ -59,7 +59,7 @@ def default_arms(budgets: Sequence[int]) -> list[Arm]:
 def compare_arms(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
-    calibration: QFiltersCalibration,
+    calibration: Calibration,
     arms: Sequence[Arm],
     workload: Workload = Workload(),
     advance: Advance = lambda what, work: None,

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.harness.fidelity import fidelity
 from velox_cache.harness.perplexity import perplexity
 from velox_cache.harness.reading import read_passage
@@ -35,7 +35,7 @@ def read_at_intervals(
     *,
     n_context: int,
     settings: Mapping[str, Any] | None = None,
-    calibration: QFiltersCalibration | None = None,
+    calibration: Calibration | None = None,
     intervals: Sequence[int] = INTERVALS,
     share: float | None = None,
 ) -> list[IntervalReading]:
@@ -51,7 +51,7 @@ def read_at_intervals(
         for interval in intervals:
             budget = peak - (interval if interval > 1 else 0)
             given = dict(settings or {}) | ({} if share is None else {"recent": int(share * budget)})
-            install(model, method, budget=budget, interval=interval, filters=calibration, **given)
+            install(model, method, budget=budget, interval=interval, calibration=calibration, **given)
             reading = read_passage(model, passage, n_context=n_context)
             uninstall(model)
             near = fidelity(reading, full)

@@ -35,19 +35,26 @@ def _summary_table(rows: Sequence[Row], full: str, against: str | None) -> str:
     found, aware = summary(rows, full, against), _aware_share(rows, full)
     n_contexts = len({(row.subject, row.seed) for row in rows if row.measure == "context"})
     lines = [
-        f"| method | KL relative to {against or 'nothing'} | answers of the full cache's | margin lost, nats | "
-        "answers when the question is seen first |",
-        "|---|---|---|---|---|",
+        f"| method | mean KL relative to {against or 'nothing'} | in each context | answers of the full cache's | "
+        "margin lost, nats | answers when the question is seen first |",
+        "|---|---|---|---|---|---|",
     ]
-    for arm, line in sorted(found.items(), key=lambda item: (item[0] in CEILINGS, _value(item[1].get("kl")))):
+    for arm, line in sorted(found.items(), key=lambda item: (item[0] in CEILINGS, _value(item[1].get("each")))):
         margin = line.get("margin")
         lost = "" if margin is None else Interval(-margin.value, -margin.high, -margin.low).text()
-        cells = (_text(line.get("kl")), _percent(line.get("answers")), lost, aware.get(arm, ""))
+        cells = (
+            _text(line.get("kl")),
+            _text(line.get("each")),
+            _percent(line.get("answers")),
+            lost,
+            aware.get(arm, ""),
+        )
         lines.append(f"| {_shown(arm)} | {' | '.join(cells)} |")
     note = (
         f"Means over {n_contexts} contexts and the shares {', '.join(shares_of(rows))}, with 95 % intervals from "
-        "resampled contexts. The question comes after the eviction, but for the last column. Ceilings look at what no "
-        "method may see."
+        "resampled contexts. In each context: the geometric mean of the ratios, so that every context weighs the "
+        "same. The question comes after the eviction, but for the last column. Ceilings look at what no method may "
+        "see."
     )
     return "\n".join([*lines, "", note])
 

@@ -58,6 +58,17 @@ def ratio(one: npt.ArrayLike, other: npt.ArrayLike) -> Interval:
     return bootstrap(_ratio, np.atleast_2d(np.asarray(one)), np.atleast_2d(np.asarray(other)))
 
 
+def mean_ratio(one: npt.ArrayLike, other: npt.ArrayLike) -> Interval:
+    """The geometric mean of one / other over all entries, [n] or [budgets, n]: every context weighs the same."""
+    return bootstrap(_mean_ratio, np.atleast_2d(np.asarray(one)), np.atleast_2d(np.asarray(other)))
+
+
+def _mean_ratio(one: Floats, other: Floats) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Floats = np.exp((np.log(one) - np.log(other)).mean(axis=(-2, -1)))
+    return found
+
+
 def _ratio(one: Floats, other: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         logs: Floats = np.log(one.mean(axis=-1)) - np.log(other.mean(axis=-1))

@@ -13,7 +13,7 @@ import numpy as np
 from velox_cache.evaluation.ceilings import CEILINGS
 from velox_cache.evaluation.compare import Row, Values
 from velox_cache.evaluation.context_runs import answers_of, margin
-from velox_cache.evaluation.paired import Interval, difference, ratio
+from velox_cache.evaluation.paired import Interval, difference, mean_ratio, ratio
 from velox_cache.evaluation.questions import CHANCE
 
 Key = tuple[str, str]
@@ -82,7 +82,9 @@ def arms_of(rows: Sequence[Row], full: str) -> list[str]:
 
 
 def summary(rows: Sequence[Row], full: str, against: str | None) -> dict[str, dict[str, Interval]]:
-    """One line per arm: KL relative to `against`'s at equal rows, and the share of the full cache's answers."""
+    """One line per arm: KL relative to `against`'s at equal rows, of the means and in each context (`each`), the share
+    of the full cache's answers, and the change of the margin.
+    """
     kl, shares = divergences(rows), shares_of(rows)
     can = tasks_that_count(rows, full)
     counting = [task for task, counts in can.items() if counts]
@@ -91,7 +93,8 @@ def summary(rows: Sequence[Row], full: str, against: str | None) -> dict[str, di
     for arm in arms_of(rows, full):
         line: dict[str, Interval] = {}
         if against is not None:
-            line["kl"] = ratio([kl[arm, share] for share in shares], [kl[against, share] for share in shares])
+            own, other = ([kl[name, share] for share in shares] for name in (arm, against))
+            line |= {"kl": ratio(own, other), "each": mean_ratio(own, other)}
         if counting:
             line["answers"] = ratio(np.mean([hits[arm, share] for share in shares], axis=0), hits[full, ""])
             line["margin"] = difference(np.mean([seen[arm, share] for share in shares], axis=0), seen[full, ""])
@@ -136,9 +139,7 @@ def environment() -> dict[str, Any]:
 
 def _luck(n_right: int, n_asked: int) -> float:
     """The probability that a guesser has so many right, or more."""
-    return sum(
-        math.comb(n_asked, n) * CHANCE**n * (1 - CHANCE) ** (n_asked - n) for n in range(n_right, n_asked + 1)
-    )
+    return sum(math.comb(n_asked, n) * CHANCE**n * (1 - CHANCE) ** (n_asked - n) for n in range(n_right, n_asked + 1))
 
 
 def _number(share: str) -> float:

@@ -77,7 +77,7 @@ def perturbation(method: Eviction, keys: mx.array, values: mx.array, queries: mx
 
 def _draw(geometry: str, n_tokens: int, budget: int, seed: int) -> list[SyntheticRow]:
     keys, values, queries, axes = planted_heads(geometry, n_tokens, seed)
-    methods = {
+    methods: dict[str, Eviction] = {
         "sign=+1": qfilters(budget=budget, calib_tokens=CALIB_TOKENS),
         "sign=-1": qfilters(budget=budget, calib_tokens=CALIB_TOKENS, sign=-1),
         "l2norm": l2norm(budget=budget),

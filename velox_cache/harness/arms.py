@@ -8,7 +8,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.fusion_weights import without_weights
 from velox_cache.installation.installing import install, uninstall
 from velox_cache.installation.layer_arguments import calibration_for
@@ -68,7 +68,7 @@ def parse_arm(text: str, budget: int, recent: int | None = None) -> Arm:
     return Arm(text, method, {"budget": budget, **settings}, calibrated, searched)
 
 
-def cache_maker(model: nn.Module, arm: Arm, calibration: QFiltersCalibration | None = None) -> MakeCache:
+def cache_maker(model: nn.Module, arm: Arm, calibration: Calibration | None = None) -> MakeCache:
     """What makes fresh prompt caches of this arm for `model`, which itself is left with its own.
 
     Methods that score by attention wait for true queries: run the model inside `observe_queries(model)`. Raises
@@ -79,8 +79,8 @@ def cache_maker(model: nn.Module, arm: Arm, calibration: QFiltersCalibration | N
         return lambda: make_prompt_cache(model)
     if calibration is not None and not arm.searched:
         calibration = without_weights(calibration)
-    filters = calibration_for(method_named(arm.method), calibration if arm.calibrated else None)
-    install(model, arm.method, filters=filters, **arm.settings)
+    needed = calibration_for(method_named(arm.method), calibration if arm.calibrated else None)
+    install(model, arm.method, calibration=needed, **arm.settings)
     make: MakeCache = model.make_cache
     uninstall(model)
     return make

@@ -7,9 +7,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from velox_cache.caches.evicting import EvictingKVCache
-from velox_cache.introspection.cache_kinds import is_plain
-from velox_cache.introspection.query_tap import flat_caches, observe_queries
+from velox_cache.harness.summary import summary
+from velox_cache.introspection.query_tap import observe_queries
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,10 @@ def cache_usage(prompt_cache: Sequence[Any]) -> CacheUsage:
 
     Caches that are neither evicting nor plain (sliding windows, recurrent state) count with the bytes that they hold.
     """
-    tokens_seen = rows_kept = kept = full = 0
-    for cache in flat_caches(prompt_cache):
-        if isinstance(cache, EvictingKVCache):
-            rows, held, whole, seen = cache.tokens_kept, cache.kept_bytes, cache.full_seq_bytes, cache.tokens_seen
-        elif is_plain(cache) and cache.keys is not None and cache.values is not None:
-            rows = seen = cache.offset
-            held = whole = sum(x.nbytes // x.shape[2] * rows for x in (cache.keys, cache.values))
-        else:
-            rows, held, seen = 0, cache.nbytes, 0
-            whole = held
-        tokens_seen, rows_kept = max(tokens_seen, seen), max(rows_kept, rows)
-        kept, full = kept + held, full + whole
-    return CacheUsage(tokens_seen, rows_kept, kept, full)
+    found = summary(prompt_cache)
+    tokens_seen = max((entry.tokens or 0 for entry in found.layers), default=0)
+    rows_kept = max((entry.rows or 0 for entry in found.layers), default=0)
+    return CacheUsage(tokens_seen, rows_kept, found.kept_bytes, found.full_bytes)
 
 
 @dataclass(frozen=True)
@@ -67,5 +57,4 @@ def memory_use(model: nn.Module, make_cache: Callable[[], list[Any]], tokens: Se
         for at in range(0, len(tokens), step):
             model(mx.array([list(tokens[at : at + step])]), cache=caches)
             mx.eval([cache.state for cache in caches])
-    held = sum(cache.nbytes for cache in flat_caches(caches))
-    return MemoryUse(cache_usage(caches), held, mx.get_peak_memory() - before)
+    return MemoryUse(cache_usage(caches), summary(caches).held_bytes, mx.get_peak_memory() - before)

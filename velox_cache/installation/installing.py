@@ -1,49 +1,42 @@
 """Put evicting caches into a model, so that everything in mlx_lm that asks it for caches gets them."""
 
-import copy
-import os
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
-from velox_cache.calibration.artifact import QFiltersCalibration, load_qfilters
-from velox_cache.calibration.fusion_weights import recent_share
-from velox_cache.installation.layer_arguments import check_heads_together, layer_arguments
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.installation.given_calibration import GivenCalibration, loaded, one_of_both
+from velox_cache.installation.installed import InstalledCaches
 from velox_cache.installation.layer_budgets import (
     Budgets,
-    LayerBudgetKVCache,
-    SoloKVCache,
-    layer_budgets,
-    takes_own_masks,
 )
-from velox_cache.installation.own_part import part_of_budgets, part_of_calibration
+from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of_every_layer
 from velox_cache.installation.parts import call_in_parts, call_whole
-from velox_cache.introspection.plan import LayerPlan, check_filter_layout, make_caches, plan_layers
-from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
-from velox_cache.introspection.rope import ModelRopes
-from velox_cache.introspection.shard import ModelShard, model_shard
+from velox_cache.installation.tapped import check_shows_queries, with_own_masks
+from velox_cache.introspection.plan import LayerPlan, plan_layers
+from velox_cache.introspection.query_tap import QueryTap
+from velox_cache.introspection.shard import model_shard
 from velox_cache.known_methods import as_method
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.method import PLACES, Method
-from velox_fn.registry import find_method
-
-Filters = str | os.PathLike[str] | QFiltersCalibration
 
 
 @dataclass(frozen=True)
 class InstallReport:
-    """What `install` did, layer by layer."""
+    """What `install` did, layer by layer. `str` of it says so in words.
+
+    method: the method's name. settings: the arguments that its factory got, by name, such as settings["budget"]; a
+    list, one entry per bounded layer, where layers differ. layers: one `LayerPlan` per entry of the prompt cache, with
+    whether it is bounded, and why not.
+    """
 
     method: str
-    settings: Mapping[str, Any]  # a list, one entry per bounded layer, where layers differ
+    settings: Mapping[str, Any]
     layers: tuple[LayerPlan, ...]
 
     def __str__(self) -> str:
@@ -56,84 +49,31 @@ class InstallReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, eq=False)
-class InstalledCaches:
-    """What stands in a model's `make_cache`: each call makes fresh caches.
-
-    It is held by the model and does not hold it in turn: so a model that is dropped is freed by its reference count,
-    and its tap is removed.
-    """
-
-    model: weakref.ref[nn.Module]
-    plan: tuple[LayerPlan, ...]
-    methods: Mapping[int, Eviction]
-    cache_class: type[EvictingKVCache]
-    true_queries: bool
-    tap: QueryTap | None
-    snapshots: int
-    before: Callable[[], list[Any]] | None  # a make_cache of the user's own that this one stands in for
-
-    def owning_tap(self) -> "InstalledCaches":
-        """The same, whose tap goes when it does: else a model that is dropped would leave its tap in shared code."""
-        if self.tap is not None:
-            weakref.finalize(self, self.tap.remove)
-        return self
-
-    def __call__(self) -> list[Any]:
-        model = self.model()
-        if model is None:
-            raise ReferenceError("the model of this make_cache is gone; keep the model, and call model.make_cache()")
-        most = max(method.settings.get("budget", 0) for method in self.methods.values())
-        asked = _max_kv_size_asked_for()
-        if asked is not None and asked < most:
-            warnings.warn(
-                f"max_kv_size={asked} has no effect on a model with evicting caches, which hold up to {most} rows; "
-                f"install with budget={asked}, or drop max_kv_size",
-                stacklevel=3,
-            )
-        return make_caches(
-            model,
-            self.plan,
-            lambda layer: self.cache_class(
-                self.methods[layer], true_queries=self.true_queries, snapshots=self.snapshots
-            ),
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "InstalledCaches":
-        """Inside a copy of the model: that copy's own."""
-        twin = memo.get(id(self.model()))
-        copied = replace(
-            self,
-            model=self.model if twin is None else weakref.ref(twin),
-            tap=copy.deepcopy(self.tap, memo),
-            before=copy.deepcopy(self.before, memo),
-        )
-        return copied.owning_tap()
-
-
 def install(
     model: nn.Module,
     method: str | Method | Eviction | Callable[..., Eviction] = "qfilters",
     *,
     budget: int | Budgets | None = None,
-    filters: Filters | None = None,
+    calibration: GivenCalibration | None = None,
     queries: str = "true",
     snapshots: int = 0,
     group: mx.distributed.Group | None = None,
+    filters: GivenCalibration | None = None,
     **settings: Any,
 ) -> InstallReport:
     """Make `model` use evicting caches wherever mlx_lm asks it for a prompt cache.
 
     method: its name, one of `velox methods` or registered by `velox_fn.register`; its factory, such as
     `velox_fn.qfilters` or one of your own; or an Eviction, which every layer then runs as it is, so that it takes no
-    budget, filters or settings here.
+    budget, calibration or settings here.
     budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
     layer its own (`layer_budgets`). settings: the other arguments of the method's factory,
     such as n_sink, recent. `recent` defaults to three quarters of the budget here: of the shares tried, it follows the
     full cache's next-token distribution best (docs/evaluation.md); without recent rows prediction loses the tokens it
-    needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that. filters: a
-    calibration or the path of one, for the methods that take something from it. queries: for methods that score by
-    attention, "true" taps the model's own queries, "proxy" lets the incoming keys stand in.
+    needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that.
+    calibration: what `calibrate` makes or the path of its file, for the methods that take something from it; `filters`
+    is another name for it. queries: for methods that score by attention, "true" taps the model's own queries, "proxy"
+    lets the incoming keys stand in.
 
     interval, a setting of every method: rows leave only when the tokens seen pass a multiple of it, so that what a
     token sees does not depend on how the text was cut into calls; up to budget + interval rows are held. Calls of the
@@ -141,27 +81,28 @@ def install(
     each takes the memory of one more cache.
 
     On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
-    them installs: its caches hold its own heads and layers, with their part of `filters`, which are the whole model's,
-    as budgets per layer are. group: only for a model whose sharding cannot be seen (`model_shard`).
+    them installs: its caches hold its own heads and layers, with their part of `calibration`, which is the whole
+    model's, as budgets per layer are. group: only for a model whose sharding cannot be seen (`model_shard`).
 
     Only layers with a plain full-attention cache are bounded; the report says what happened to each. A second install
     replaces the first; `uninstall` undoes it. With true queries the model runs once, on two tokens, to see that each
     bounded layer shows its queries; for a method that turns keys it runs twice more, to see how (`ModelRopes`).
 
-    Raises ValueError when the method or a setting is unknown or cannot work, when filters do not fit the model, when no
-    layer can be bounded, or when true queries are asked for and the model's attention cannot be tapped.
+    Raises ValueError when the method or a setting is unknown or cannot work, when the calibration does not fit the
+    model, when no layer can be bounded, or when true queries are asked for and the model's attention cannot be tapped.
     """
     checks.one_of("queries", queries, ("true", "proxy"))
+    calibration = one_of_both(calibration, filters)
     plan, shard = plan_layers(model), model_shard(model, group)
     if not any(entry.bounded for entry in plan) and not shard.pipelined:
         raise ValueError(f"no layer of this model can be bounded: {'; '.join({entry.reason for entry in plan})}")
-    chosen = _chosen(method, budget=budget, filters=filters, **settings)
+    chosen = _chosen(method, budget=budget, calibration=calibration, **settings)
     if not any(entry.bounded for entry in plan):  # other ranks of the pipeline have the layers that can be
         return InstallReport(chosen.name if isinstance(chosen, Eviction) else chosen.label, settings, plan)
     if isinstance(chosen, Eviction):
-        methods = _of_every_layer(chosen, model, plan, shard)
+        methods = of_every_layer(chosen, model, plan, shard)
     else:
-        methods = _by_layer(chosen, settings, budget, filters, model, plan, shard)
+        methods = by_layer(chosen, settings, budget, loaded(calibration), model, plan, shard)
     any_method = next(iter(methods.values()))
     true_queries = any_method.needs_queries and queries == "true"
     before = model.__dict__.get("make_cache")
@@ -171,9 +112,9 @@ def install(
     )
     if true_queries:
         installed = replace(installed, tap=QueryTap(model).install())
-        _probe_queries(model, installed)
-    if _has_own_budgets(budget):
-        installed = _with_own_masks(model, installed)
+        check_shows_queries(model, installed)
+    if has_own_budgets(budget):
+        installed = with_own_masks(model, installed)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
     model.make_cache = installed.owning_tap()
     if any_method.settings.get("interval", 1) > 1:
@@ -197,7 +138,9 @@ def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **argument
     """The method that `install` was given. ValueError when it is none, or does not take these arguments."""
     if not isinstance(given, Eviction):
         method = as_method(given)
-        _check_names(method, {name: value for name, value in arguments.items() if name not in ("budget", "filters")})
+        _check_names(
+            method, {name: value for name, value in arguments.items() if name not in ("budget", "calibration")}
+        )
         return method
     told = [name for name, value in arguments.items() if value is not None]
     if told:
@@ -206,102 +149,6 @@ def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **argument
             "the factory that made it, or install the factory"
         )
     return given
-
-
-def _of_every_layer(
-    method: Eviction, model: nn.Module, plan: Sequence[LayerPlan], shard: ModelShard
-) -> dict[int, Eviction]:
-    known = find_method(method.name)
-    if known is not None:
-        check_heads_together(known, shard)
-    layers = [entry.layer for entry in plan if entry.bounded]
-    for layer in layers:
-        check_filter_layout(model, layer, method)
-    return dict.fromkeys(layers, method)
-
-
-def _by_layer(
-    method: Method,
-    settings: Mapping[str, Any],
-    budget: int | Budgets | None,
-    filters: Filters | None,
-    model: nn.Module,
-    plan: Sequence[LayerPlan],
-    shard: ModelShard,
-) -> dict[int, Eviction]:
-    """Each bounded layer's method, with its own budget and its own part of the calibration."""
-    own_budgets = None
-    if _has_own_budgets(budget):
-        own_budgets = layer_budgets(model, plan, part_of_budgets(shard, budget, len(plan)))
-    calibration = load_qfilters(filters) if isinstance(filters, str | os.PathLike) else filters
-    if calibration is not None and not isinstance(calibration, QFiltersCalibration):
-        raise ValueError(
-            f"filters must be a calibration or the path of one, got {type(filters).__name__}; wrap arrays [H,D], one "
-            "per layer, in QFiltersCalibration(arrays)"
-        )
-    calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
-    share = recent_share(method, settings, calibration)
-    methods, ropes = {}, ModelRopes(model)
-    for layer in (entry.layer for entry in plan if entry.bounded):
-        arguments = dict(settings)
-        if own_budgets is not None:
-            arguments["budget"] = own_budgets[layer]
-        elif budget is not None:
-            arguments["budget"] = budget
-        arguments |= layer_arguments(method, arguments, model, layer, calibration, shard, ropes)
-        try:
-            methods[layer] = method.make(**_with_default_recent(method, arguments, share))
-        except ValueError as error:
-            if own_budgets is None:  # what is wrong is wrong in every layer
-                raise
-            raise ValueError(f"layer {shard.first_layer + layer}: {error}") from error
-        check_filter_layout(model, layer, methods[layer])
-    return methods
-
-
-def _has_own_budgets(budget: int | Budgets | None) -> TypeGuard[Budgets]:
-    return callable(budget) or (isinstance(budget, Sequence) and not isinstance(budget, str))
-
-
-def _with_own_masks(model: nn.Module, installed: InstalledCaches) -> InstalledCaches:
-    """The same with caches for budgets per layer, and the tap that a batch of them needs where the model takes it."""
-    batching = replace(installed, cache_class=LayerBudgetKVCache)
-    try:
-        batching = replace(batching, tap=installed.tap or QueryTap(model).install())
-    except ValueError:
-        return replace(installed, cache_class=SoloKVCache)
-    if takes_own_masks(model, batching):
-        return batching
-    if installed.tap is None and batching.tap is not None:
-        batching.tap.remove()
-    return replace(installed, cache_class=SoloKVCache)
-
-
-def _probe_queries(model: nn.Module, installed: InstalledCaches) -> None:
-    """ValueError, with the tap removed, unless a call of the model shows every bounded layer its queries."""
-    try:
-        caches = installed()
-        model(mx.array([[0, 1]]), cache=caches)
-        unseen = [entry.layer for entry, cache in zip(installed.plan, caches, strict=True) if not _observed(cache)]
-        if unseen:
-            raise ValueError(
-                f"model type {model_type(model)!r} does the attention of layers {unseen} by hand, or over "
-                "arrays that their caches did not return, where its queries cannot be seen; use queries='proxy', or a "
-                "method that needs no queries, such as qfilters"
-            )
-    except BaseException:
-        if installed.tap is not None:
-            installed.tap.remove()
-        raise
-
-
-def _observed(cache: Any) -> bool:
-    try:
-        for part in flat_caches([cache]):
-            _ = part.state if isinstance(part, EvictingKVCache) else None  # nothing is evaluated
-    except MissingQueriesError:
-        return False
-    return True
 
 
 def _check_names(method: Method, settings: Mapping[str, Any]) -> None:
@@ -316,18 +163,6 @@ def _check_names(method: Method, settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{method.label} has no setting {name!r}; its settings are {', '.join(method.settings)}")
 
 
-def _with_default_recent(method: Method, settings: Mapping[str, Any], share: float) -> Mapping[str, Any]:
-    if not method.recent or "recent" in settings:
-        return settings
-    asked = {"n_sink": 0, **method.defaults, **settings}
-    try:
-        budget = checks.whole_number("budget", asked["budget"], 1)
-        n_sink = checks.whole_number("n_sink", asked["n_sink"], 0)
-    except ValueError:
-        return settings  # the factory says what is wrong
-    return {**settings, "recent": max(0, min(int(share * budget), budget - n_sink - 1))}
-
-
 def _settings_of_all(methods: Sequence[Eviction]) -> dict[str, Any]:
     """The settings of every layer's method: the value where all agree, else a list. A layer's place is no setting."""
     by_name = {
@@ -336,14 +171,3 @@ def _settings_of_all(methods: Sequence[Eviction]) -> dict[str, Any]:
     return {
         name: values[0] if all(value == values[0] for value in values) else values for name, values in by_name.items()
     }
-
-
-def _max_kv_size_asked_for() -> int | None:
-    """The `max_kv_size` of the call of `make_prompt_cache` that a `make_cache` answers, None without one.
-
-    That function, mlx_lm's and its copies, drops the argument when it calls the model's make_cache. It is imported by
-    name in many places, so it is not wrapped: its frame is looked at.
-    """
-    caller = sys._getframe(2)  # of the frames in between no name is kept: one that names itself is a cycle
-    asked = caller.f_locals.get("max_kv_size") if caller.f_code.co_name == "make_prompt_cache" else None
-    return asked if isinstance(asked, int) else None

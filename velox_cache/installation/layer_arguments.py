@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import WHOLE, ModelShard
@@ -15,7 +15,7 @@ from velox_fn.method import Method
 from velox_fn.methods.fusion import arrays_taken, term_names
 
 
-def calibration_for(method: Method, calibration: QFiltersCalibration | None) -> QFiltersCalibration | None:
+def calibration_for(method: Method, calibration: Calibration | None) -> Calibration | None:
     """The calibration for a method that can use one, None for the others, which refuse it."""
     return calibration if method.calibrated else None
 
@@ -25,7 +25,7 @@ def layer_arguments(
     settings: Mapping[str, Any],
     model: nn.Module,
     layer: int,
-    calibration: QFiltersCalibration | None,
+    calibration: Calibration | None,
     shard: ModelShard = WHOLE,
     ropes: ModelRopes | None = None,
 ) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def layer_arguments(
     if calibration is None and method.needs_calibration:
         raise ValueError(
             "this method scores rows in units that come from a calibration, and none is given: run `velox calibrate`, "
-            "and give the file that it makes as filters= (--filters)"
+            "and give the file that it makes as calibration= (--calibration)"
         )
     arguments: dict[str, Any] = {}
     if calibration is not None:
@@ -75,7 +75,7 @@ def check_heads_together(method: Method, shard: ModelShard) -> None:
 
 def calibrated_params(
     method: Method,
-    calibration: QFiltersCalibration,
+    calibration: Calibration,
     layer: int,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, mx.array]:

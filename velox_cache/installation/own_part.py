@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.installation.layer_budgets import Budgets
 from velox_cache.introspection.shard import ModelShard
 
 
-def part_of_calibration(shard: ModelShard, whole: QFiltersCalibration, n_layers: int) -> QFiltersCalibration:
+def part_of_calibration(shard: ModelShard, whole: Calibration, n_layers: int) -> Calibration:
     """What of a whole model's calibration belongs to this rank's `n_layers` layers and their heads.
 
     Raises ValueError when the calibration has another number of layers than the model, or too few for this rank's.

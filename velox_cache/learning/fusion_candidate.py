@@ -7,9 +7,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.default_recent import RECENT_SHARE
 from velox_cache.calibration.fusion_choice import FusionChoice
-from velox_cache.calibration.fusion_weights import RECENT_SHARE, with_weights
+from velox_cache.calibration.fusion_weights import with_weights
 
 LEVELS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 """The weights that a term may have."""
@@ -24,7 +25,7 @@ class Candidate:
     levels: Mapping[int, tuple[tuple[int, ...], ...]]
     share: int = SHARES.index(RECENT_SHARE)
 
-    def in_calibration(self, calibration: QFiltersCalibration, choice: FusionChoice) -> QFiltersCalibration:
+    def in_calibration(self, calibration: Calibration, choice: FusionChoice) -> Calibration:
         """The calibration with this candidate's weights."""
         weights = {layer: mx.array([[LEVELS[i] for i in head] for head in own]) for layer, own in self.levels.items()}
         return with_weights(calibration, replace(choice, recent_share=SHARES[self.share]), weights)
@@ -47,7 +48,7 @@ class Candidate:
         return cls(levels, plain["share"])
 
 
-def equal_weights(calibration: QFiltersCalibration, n_terms: int) -> Candidate:
+def equal_weights(calibration: Calibration, n_terms: int) -> Candidate:
     """The candidate that the search begins with, which is also what holds without one."""
     one_head = (LEVELS.index(1.0),) * n_terms
     return Candidate({i: (one_head,) * f.shape[0] for i, f in enumerate(calibration.filters) if f is not None})

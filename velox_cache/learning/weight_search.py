@@ -20,10 +20,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import Tokenizer
+from velox_cache.calibration.default_recent import RECENT_SHARE
 from velox_cache.calibration.fusion_choice import FusionChoice
-from velox_cache.calibration.fusion_weights import RECENT_SHARE, without_weights
+from velox_cache.calibration.fusion_weights import without_weights
 from velox_cache.file_checks import check_folder_of
 from velox_cache.harness.arms import Arm, cache_maker
 from velox_cache.harness.fidelity import token_fidelity
@@ -73,7 +74,7 @@ class SearchSizes:
 class SearchOutcome:
     """What came of a search. Losses: mean KL to the full cache, nats per token."""
 
-    calibration: QFiltersCalibration  # with the weights that were found, if they were accepted
+    calibration: Calibration  # with the weights that were found, if they were accepted
     accepted: bool  # they also win on text that the search did not see
     steps: int
     equal_loss: float
@@ -100,7 +101,7 @@ class _Prompt:
 def search_weights(
     model: nn.Module,
     tokenizer: Tokenizer,
-    calibration: QFiltersCalibration,
+    calibration: Calibration,
     texts: Sequence[str],
     *,
     seconds: float,
@@ -199,9 +200,7 @@ def _prompt(model: nn.Module, passage: list[int], index: int, seed: int, sizes: 
     return _Prompt(prefill, continuation, reference, budget)
 
 
-def _loss(
-    model: nn.Module, calibration: QFiltersCalibration, choice: FusionChoice, prompts: Sequence[_Prompt]
-) -> float:
+def _loss(model: nn.Module, calibration: Calibration, choice: FusionChoice, prompts: Sequence[_Prompt]) -> float:
     settings = {"terms": "+".join(choice.terms), "combine": choice.combine}
     caches = []
     for prompt in prompts:

@@ -34,18 +34,24 @@ class FailureHandler(APIHandler):
         """Answer with the model's text, or with why there is none."""
         try:
             super().handle_completion(request, stop_words)
-        except (
-            RequestFailedError
-        ) as failure:  # after mlx_lm has begun its reply: a stream's headers are sent, others not
-            logging.error(str(failure))
-            if self.stream:
-                event = json.dumps({"error": {"message": str(failure)}})  # the form that clients look into
-                self.wfile.write(f"data: {event}\n\n".encode())
-            else:
-                self._headers_buffer.clear()
-                self._set_completion_headers(failure.status)
-                self.end_headers()
-                self.wfile.write(json.dumps({"error": str(failure)}).encode())
+        except OSError:  # the client has gone
+            raise
+        except RequestFailedError as failure:
+            self._answer(failure)
+        except Exception as error:  # what reads tool calls out of the text, for one, raises as it likes
+            self._answer(RequestFailedError(500, f"{type(error).__name__}: {error}"))
+
+    def _answer(self, failure: RequestFailedError) -> None:
+        """Send why there is no text, or no more of it: a stream's headers are sent by then, others are not."""
+        logging.error(str(failure))
+        if self.stream:
+            event = json.dumps({"error": {"message": str(failure)}})  # the form that clients look into
+            self.wfile.write(f"data: {event}\n\n".encode())
+        else:
+            self._headers_buffer.clear()
+            self._set_completion_headers(failure.status)
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": str(failure)}).encode())
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         failure: Any = sys.exception()  # mlx_lm calls this where it handles one, with 404 for every kind

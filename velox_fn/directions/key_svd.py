@@ -12,17 +12,24 @@ from velox_fn.engine.store import Store, check_block, used_rows
 
 
 def estimate_filter_dir(keys: mx.array) -> mx.array:
-    """Leading axis of variation of keys [...,N,D], any float dtype; a unit vector, float32 [...,D].
+    """Leading axis of variation of keys.
 
-    The top right singular vector of the mean-centred keys, by `eigh` of their Gram matrix in float64. Not the paper's
-    filter (arXiv:2503.02812 uses queries): it finds an axis, not which end of it matters, so its sign says nothing.
-    Here the entry of largest magnitude is made positive, for a result that does not depend on the LAPACK in use.
+    The top right singular vector of the mean-centred keys, by `eigh` of their Gram matrix in float64. This is not the
+    paper's filter (arXiv:2503.02812 uses queries). It finds an axis, and not which end of it matters: its sign says
+    nothing. The entry of largest magnitude is made positive, so that the result does not depend on the LAPACK in use.
     Centring removes a pure drift, and with it all that such a head could tell.
 
-    Rows with a NaN or infinite entry are left out. Keys that do not vary (or none that are finite) give an arbitrary
-    but finite unit vector, so this never raises for what keys hold, and never waits for them.
+    Rows with a NaN or infinite entry are left out. Keys that do not vary, or none that are finite, give an arbitrary
+    but finite unit vector. So this never raises for what keys hold, and never waits for them.
 
-    Raises ValueError when keys have fewer than two dimensions, or N or D is 0.
+    Args:
+        keys: [...,N,D], any float dtype.
+
+    Returns:
+        A unit vector, float32 [...,D].
+
+    Raises:
+        ValueError: keys have fewer than two dimensions, or N or D is 0.
     """
     if keys.ndim < 2 or 0 in keys.shape[-2:]:
         raise ValueError(f"keys must be [...,N,D] with N and D at least 1, got {tuple(keys.shape)}")
@@ -52,10 +59,11 @@ def warm_up(
 ) -> tuple[Store, mx.array, View]:
     """One update of the fallback until every sequence has its filter.
 
-    A filter float32 [B,H,D] is estimated from exactly a sequence's first `calib_tokens` keys, so that it does not
-    depend on how they were split into calls; all stored rows are then scored and the store is cut down to its budget.
-    A ragged batch freezes row by row: until the last one has, rows that froze earlier give up what exceeds the budget
-    by turning it into padding.
+    A filter float32 [B,H,D] is estimated from exactly a sequence's first `calib_tokens` keys. So it does not depend on
+    how they were split into calls. All stored rows are then scored, and the store is cut down to its budget.
+
+    The sequences of a ragged batch freeze one by one. Until the last one has, those that froze earlier give up what
+    exceeds the budget by turning it into padding.
     """
     check_block(store, keys, values, valid)
     n_tokens = keys.shape[2]

@@ -1,12 +1,13 @@
 """Leverage scores of attention-weighted values: how much each row says along the block's leading directions.
 
 For A = diag(weights) V with singular values s and left vectors U, row i scores sum_{j<=r} s_j^2 U_ij^2, normalised to
-sum 1. No singular value decomposition is needed: with W the r leading eigenvectors of A^T A, that is |A_i W|^2, and
-when r is at least the rank it is |A_i|^2.
+sum 1. No singular value decomposition is needed: with W the r leading eigenvectors of A^T A, that is |A_i W|^2. When r
+is at least the matrix's rank it is |A_i|^2.
 
 Source: the statistical leverage scores of Mahoney and Drineas, "CUR matrix decompositions for improved data analysis"
-(PNAS 2009), equation 3. Differs from it: directions count by their energy s_j^2, since with a rank of n or more the
-plain scores of all rows are equal.
+(PNAS 2009), equation 3.
+
+Differs from it: directions count by their energy s_j^2. Without that, n or more directions score all rows alike.
 """
 
 import mlx.core as mx
@@ -19,12 +20,20 @@ _ROUNDS = 4  # of subspace iteration per step
 
 
 def leverage_scores(weights: mx.array, values: mx.array, rank_cap: int = 16) -> mx.array:
-    """Energy-weighted leverage float32 [..., n] of the rows of diag(weights) V; sums to 1, or all 0 for a zero block.
+    """Energy-weighted leverage of the rows of diag(weights) V.
 
-    weights [..., n]; values [..., n, D_v], any float dtype; rank_cap: leading directions that count. A row whose weight
-    or value is not finite scores 0 and does not touch the others. Lazy: nothing is evaluated.
+    A row whose weight or value is not finite scores 0 and does not touch the others. Nothing is evaluated.
 
-    Raises ValueError when rank_cap < 1.
+    Args:
+        weights: [...,n].
+        values: [...,n,D_v], any float dtype.
+        rank_cap: leading directions that count.
+
+    Returns:
+        float32 [...,n]. Sums to 1, or is all 0 for a block of zeros.
+
+    Raises:
+        ValueError: rank_cap is below 1.
     """
     rank_cap = checks.whole_number("rank_cap", rank_cap, 1)
     n_rows, value_dim = values.shape[-2:]

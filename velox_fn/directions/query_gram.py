@@ -1,15 +1,18 @@
-"""Filter directions from query activations: Q-Filters (arXiv:2503.02812), section 3.2, equation 1.
+"""Filter directions from query activations.
 
 The filter of a head is the sign-fixed top right singular vector of its queries Q [N,D],
 
-    v = sgn(1^T u_1) v_1,        Q = U S V^T,
+    v = sgn(1^T u_1) v_1,        Q = U S V^T.
 
-of the queries as they are: not centred, since their drift away from the origin is the signal (observation 3.1). v_1 is
-also the leading eigenvector of Q^T Q, and 1^T u_1 = <sum of queries, v_1> / s_1. So three sums that do not grow with
-the number of tokens (Gram, sum, count) say as much as the queries do, and records of different texts, or of different
-machines, merge by addition. The paper samples 3,000 queries per head; the sums take every query.
+Queries are not centred: their drift away from the origin is the signal (observation 3.1). v_1 is also the leading
+eigenvector of Q^T Q, and 1^T u_1 = <sum of queries, v_1> / s_1. So three sums that do not grow with the number of
+tokens (Gram, sum, count) say as much as the queries do. Records of different texts, or of different machines, merge by
+addition. The paper samples 3,000 queries per head; the sums take every query.
 
 Queries are those that attention compares with cached keys: after RoPE, and after q_norm where a model has one.
+
+Source: "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression" (arXiv:2503.02812), section 3.2,
+equation 1.
 """
 
 import mlx.core as mx
@@ -29,9 +32,14 @@ class QueryGram:
 
 
 def query_gram_init(n_heads: int, head_dim: int) -> QueryGram:
-    """The sums over no query, for `n_heads` query heads of width `head_dim`.
+    """The sums over no query.
 
-    Raises ValueError when either is not a positive whole number.
+    Args:
+        n_heads: H_q, query heads of the layer.
+        head_dim: D, their width.
+
+    Raises:
+        ValueError: either is not a positive whole number.
     """
     n_heads = whole_number("n_heads", n_heads, 1)
     head_dim = whole_number("head_dim", head_dim, 1)
@@ -44,12 +52,18 @@ def query_gram_init(n_heads: int, head_dim: int) -> QueryGram:
 
 
 def query_gram_update(state: QueryGram, queries: mx.array, valid: mx.array | None = None) -> QueryGram:
-    """Add queries [H_q,N,D] or [B,H_q,N,D], any float dtype, to the sums.
+    """Add queries to the sums.
 
-    `valid`, int32 [B], counts the real tokens of each row (right padding in a batch); later ones are left out, whatever
-    they hold. None means all N. A query that is not finite makes the sums so, and `query_gram_filters` then refuses.
+    A query that is not finite makes the sums so, and `query_gram_filters` then refuses.
 
-    Raises ValueError when the shape does not fit the state's heads and width.
+    Args:
+        state: the sums so far.
+        queries: [H_q,N,D] or [B,H_q,N,D], any float dtype.
+        valid: int32 [B], the real tokens of each sequence. What follows them is padding and is left out. None: all are
+            real.
+
+    Raises:
+        ValueError: the shape does not fit the state's heads and width.
     """
     blocks = queries[None] if queries.ndim == 3 else queries
     n_heads, head_dim = state.total.shape
@@ -79,7 +93,11 @@ def query_gram_update(state: QueryGram, queries: mx.array, valid: mx.array | Non
 
 
 def query_gram_merge(first: QueryGram, second: QueryGram) -> QueryGram:
-    """The sums over both sets of queries. Raises ValueError when heads or widths differ."""
+    """The sums over both sets of queries.
+
+    Raises:
+        ValueError: heads or widths differ.
+    """
     if first.total.shape != second.total.shape:
         raise ValueError(
             f"records of {tuple(first.total.shape)} and {tuple(second.total.shape)} (heads, width) cannot be merged; "
@@ -90,11 +108,13 @@ def query_gram_merge(first: QueryGram, second: QueryGram) -> QueryGram:
 
 
 def query_gram_filters(state: QueryGram) -> mx.array:
-    """Unit filters, float32 [H_q,D], such that the mean query of each head projects on its filter positively.
+    """Filters from the sums. The mean query of each head projects on its filter positively. Evaluates its input.
 
-    A head whose queries are all zero gets an arbitrary unit vector. Evaluates its input.
+    Returns:
+        float32 [H_q,D] of unit norm. A head whose queries are all zero gets an arbitrary unit vector.
 
-    Raises ValueError when no query was added, or when one was not finite.
+    Raises:
+        ValueError: no query was added, or one was not finite.
     """
     _check_not_empty(state)
     if not mx.isfinite(state.gram).all(stream=mx.cpu).item():
@@ -110,11 +130,15 @@ def query_gram_filters(state: QueryGram) -> mx.array:
 
 
 def query_gram_moments(state: QueryGram, n_kv_heads: int) -> tuple[mx.array, mx.array]:
-    """Mean float32 [n_kv_heads,D] and covariance float32 [n_kv_heads,D,D] of the queries of each KV head.
+    """Mean and covariance of the queries of each KV head.
 
     The H_q / n_kv_heads consecutive query heads of a group count together, as one set of queries.
 
-    Raises ValueError when no query was added, or when H_q is not a multiple of `n_kv_heads`.
+    Returns:
+        Mean float32 [n_kv_heads,D] and covariance float32 [n_kv_heads,D,D].
+
+    Raises:
+        ValueError: no query was added, or H_q is not a multiple of `n_kv_heads`.
     """
     n_kv_heads = whole_number("n_kv_heads", n_kv_heads, 1)
     n_heads, head_dim = state.total.shape
@@ -130,12 +154,26 @@ def query_gram_moments(state: QueryGram, n_kv_heads: int) -> tuple[mx.array, mx.
 
 
 def compute_qfilters(queries: mx.array, max_samples_per_head: int | None = None, seed: int = 0) -> mx.array:
-    """Filters of one layer, float32 [H_q,D] of unit norm, from its queries [H_q,N,D] after RoPE, any float dtype.
+    """Filters of one layer from its queries: the one-shot form of the sums.
 
-    The one-shot form of the streaming record: every query counts by default. `max_samples_per_head=3000` draws that
-    many of the N tokens without replacement, by `seed`, the same tokens for every head; the paper drew 3,000.
+    Args:
+        queries: [H_q,N,D] after RoPE, any float dtype.
+        max_samples_per_head: draw so many of the N tokens without replacement, the same for every head. None takes all.
+            The paper drew 3,000.
+        seed: of the draw.
 
-    Raises ValueError when queries are not 3-D, hold no token or are not finite, or `max_samples_per_head` is below 1.
+    Returns:
+        float32 [H_q,D] of unit norm.
+
+    Raises:
+        ValueError: queries are not 3-D, hold no token or are not finite, or `max_samples_per_head` is below 1.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from velox_fn import average_gqa_filters, compute_qfilters
+        >>> per_query_head = compute_qfilters(mx.random.normal((4, 100, 8)) + 1)
+        >>> average_gqa_filters(per_query_head, n_kv_heads=2).shape
+        (2, 8)
     """
     if queries.ndim != 3:
         raise ValueError(
@@ -153,13 +191,21 @@ def compute_qfilters(queries: mx.array, max_samples_per_head: int | None = None,
 
 
 def average_gqa_filters(filters: mx.array, n_kv_heads: int) -> mx.array:
-    """Filters of KV heads, float32 [n_kv_heads,D] of unit norm, from those of query heads [H_q,D].
+    """Filters of KV heads from those of query heads.
 
-    Grouped-query attention gives each KV head H_q / n_kv_heads consecutive query heads; their filters are averaged
+    Grouped-query attention gives each KV head H_q / n_kv_heads consecutive query heads. Their filters are averaged
     (paper, section 3.2) and normalised again.
 
-    Raises ValueError when filters are not 2-D or not finite, when H_q is not a multiple of `n_kv_heads`, or when the
-    filters of a group cancel and leave no direction.
+    Args:
+        filters: [H_q,D].
+        n_kv_heads: KV heads of the layer.
+
+    Returns:
+        float32 [n_kv_heads,D] of unit norm.
+
+    Raises:
+        ValueError: filters are not 2-D or not finite; H_q is not a multiple of `n_kv_heads`; or the filters of a group
+            cancel and leave no direction.
     """
     if filters.ndim != 2:
         raise ValueError(f"filters must be [H_q,D], got {tuple(filters.shape)}")

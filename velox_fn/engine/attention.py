@@ -8,7 +8,8 @@ from velox_fn.engine.rows import Rows
 from velox_fn.engine.store import Store, used_rows
 from velox_fn.engine.widening import widened
 
-_QUERIES_AT_ONCE = 256  # bounds the weights held at a time to [B, H_q, 256, n]
+# Bounds the weights held at a time to a few [B,H_q,64,n]: on the CPU, buffers of work that waits pile up.
+_QUERIES_AT_ONCE = 64
 _MASKED = -1e30  # finite, so that a query that sees nothing has no NaN
 
 
@@ -31,11 +32,17 @@ def observe_rows(
     valid: mx.array | None = None,
     sinks: mx.array | None = None,
 ) -> Observed:
-    """The rows of `store`, which this block has landed on, as its queries [B,H_q,S,D] meet them.
+    """The rows of `store`, on which a block has landed, as the block's queries meet them.
 
-    scale: of the logits; None is 1/sqrt(D). valid int32 [B]: real queries of each row. sinks [H_q]: the model's learned
-    attention sinks, logits that take part in the softmax and have no row.
-    Raises ValueError when the query heads are no multiple of the KV heads, or when there is not one sink for each.
+    Args:
+        store: as landing left it.
+        queries: [B,H_q,S,D], after RoPE.
+        scale: of the logits. None is 1/sqrt(D).
+        valid: int32 [B], the real queries of each sequence. None: all are real.
+        sinks: [H_q], the model's learned attention sinks: logits that take part in the softmax and have no row.
+
+    Raises:
+        ValueError: the query heads are no multiple of the KV heads, or there is not one sink for each.
     """
     batch, n_kv_heads = store.keys.shape[:2]
     n_heads, n_tokens, head_dim = queries.shape[1:]
@@ -65,10 +72,17 @@ def observe_rows(
 
 
 def attention_mass(observed: Observed, power: int = 1) -> mx.array:
-    """Sum over the block's queries, and over the query heads of a group, of weights ** power. float32 [B,H,n]
+    """The sum of weights ** power over the block's queries, and over the query heads of a group.
 
-    A query sees the rows at its own and earlier positions; logits that are not finite are masked; the weights of a
-    padding query are 0. power: 1 or 2.
+    A query sees the rows at its own and earlier positions. Logits that are not finite are masked. The weights of a
+    padding query are 0.
+
+    Args:
+        observed: of `observe_rows`.
+        power: 1 or 2.
+
+    Returns:
+        float32 [B,H,n].
     """
     keys = widened(observed.rows.keys)
     n_rows, n_queries = keys.shape[2], observed.query_positions.shape[1]

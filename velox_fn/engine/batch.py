@@ -32,7 +32,7 @@ def take(state: _State, batch_rows: Sequence[int]) -> _State:
 
 
 def narrow(store: Store, n_rows: int, *, ordered: bool) -> Store:
-    """`store` without its dead row and with room for `n_rows` rows: the rest must be padding, and is dropped.
+    """`store` without its landing row and with room for `n_rows` rows: the rest must be padding, and is dropped.
 
     `ordered`: no padding is left.
     """
@@ -148,7 +148,7 @@ def _joined_stores(stores: list[Store]) -> Store:
 
 
 def _with_kept_rows_only(store: Store) -> Store:
-    """`store` without dead row and rows kept aside: in a batch, a sequence has all its rows, or the budget."""
+    """`store` without landing row and rows kept aside: in a batch, a sequence has all its rows, or the budget."""
     if store.filled <= store.most_kept:
         return store
     rows = kept_rows(dataclasses.replace(store, ordered=False))

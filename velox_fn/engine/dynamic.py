@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, landing, select
 from velox_fn.engine.attention import Observed
-from velox_fn.engine.eviction import Eviction, Init, Observation, Shown
+from velox_fn.engine.eviction import Eviction, Init, Observation, Shown, StateT
 from velox_fn.engine.records import arrays, record
 from velox_fn.engine.rows import Rows, View, arriving_positions
 from velox_fn.engine.store import Store, check_block, init_store, used_rows
@@ -26,8 +26,14 @@ class DynamicState:
     store: Store
 
 
-def dynamic_init(*, budget: int, n_sink: int, recent: int) -> Init:
-    """The `init` of a method whose state is a DynamicState."""
+def dynamic_init(*, budget: int, n_sink: int, recent: int) -> Init[DynamicState]:
+    """The `init` of a method whose state is a `DynamicState`.
+
+    Args:
+        budget: most rows kept for each KV head, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        recent: trailing tokens that always stay.
+    """
 
     def init(
         batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
@@ -43,7 +49,7 @@ Observe = Callable[[Any, mx.array, float | None, mx.array | None, mx.array | Non
 
 
 def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None) -> tuple[Any, View]:
-    """Let a block in, its rows at score 0: nothing is evicted but the dead row whose place a single token takes."""
+    """Let a block in, its rows at score 0: nothing is evicted but the landing row whose place a single token takes."""
     store = state.store
     check_block(store, keys, values, valid)
     positions = arriving_positions(store.offset, keys.shape[2], valid)
@@ -54,7 +60,13 @@ def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = 
 
 
 def rescore(store: Store, observed: Observed, scores: mx.array) -> Store:
-    """`store`, as observed, with these scores float32 [B,H,n] on its rows, cut down to its limit."""
+    """`store`, as observed, with new scores on its rows, cut down to its limit.
+
+    Args:
+        store: on which the block has landed.
+        observed: of `observe_rows`.
+        scores: float32 [B,H,n].
+    """
     return with_scores(store, scores, observed.query_positions.shape[1])
 
 
@@ -96,27 +108,38 @@ def updated(
 
 def dynamic_eviction(
     name: str,
-    init: Init,
+    init: Init[StateT],
     observe: Observe,
     settings: Mapping[str, Any],
     params: Mapping[str, mx.array] | None = None,
     land: Land = land,
     shown: Shown | None = None,
-) -> Eviction:
-    """A method of the two halves `land` and `observe(state, queries, scale, valid, sinks)`.
+) -> Eviction[StateT]:
+    """A method of two halves: `land` lets a block in, `observe` scores the rows by its queries and evicts.
 
-    Its `update` is `updated`. Scores depend on every query so far, so nothing can be taken back: rollback is not
+    Its `update` does both at once. Scores depend on every query so far, so nothing can be taken back: rollback is not
     offered.
+
+    Args:
+        name: of the method.
+        init: makes an empty state, such as `dynamic_init(...)`.
+        observe: (state, queries, scale, valid, sinks) -> state.
+        settings: the arguments of the method's factory, plain JSON.
+        land: (state, keys, values, valid) -> (state, view).
+        shown: how attention sees the keys, where not as they are stored.
+
+    Returns:
+        An `Eviction` with `needs_queries`.
     """
 
     def update(
-        state: Any,
+        state: StateT,
         keys: mx.array,
         values: mx.array,
         *,
         queries: mx.array | None = None,
         valid: mx.array | None = None,
-    ) -> tuple[Any, View]:
+    ) -> tuple[StateT, View]:
         return updated(state, keys, values, queries, valid, land=land, observe=observe)
 
     return Eviction(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 import mlx.core as mx
 
@@ -11,6 +11,16 @@ from velox_fn.engine import checks, select, slots
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 from velox_fn.engine.store import Store, kept_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # whose default lets `Eviction` alone stand for one of any state
+
+    StateT = TypeVar("StateT", default=Any)
+    StateT_co = TypeVar("StateT_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    StateT, StateT_co = TypeVar("StateT"), TypeVar("StateT_co", covariant=True)
 
 _ANY_BATCH = 2  # another number than that of heads: an axis in another's place shows
 
@@ -22,39 +32,43 @@ class State(Protocol):
     def store(self) -> Store: ...
 
 
-class Init(Protocol):
+class Init(Protocol[StateT_co]):
     """Makes an empty state."""
 
     def __call__(
         self, batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
-    ) -> Any: ...
+    ) -> StateT_co: ...
 
 
-class Update(Protocol):
-    """Takes a block in: keys [B,H,S,D], values [B,H,S,D_v], queries [B,H_q,S,D] or None, valid int32 [B] or None.
+class Update(Protocol[StateT]):
+    """Takes a block in.
 
-    Returns the next state, with at most `budget` kept rows, and the view (keys, values) that this block's own queries
-    may attend to: all rows kept before the call, followed by the whole block.
+    `keys` is [B,H,S,D], `values` [B,H,S,D_v], `queries` [B,H_q,S,D] or None, `valid` int32 [B] or None: the real tokens
+    of each sequence.
+
+    Returns:
+        The next state, with at most `budget` kept rows, and the view: the keys and values that this block's own queries
+        may attend to, which are all rows kept before the call, followed by the whole block.
     """
 
     def __call__(
         self,
-        state: Any,
+        state: StateT,
         keys: mx.array,
         values: mx.array,
         *,
         queries: mx.array | None = None,
         valid: mx.array | None = None,
-    ) -> tuple[Any, View]: ...
+    ) -> tuple[StateT, View]: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Observation:
+class Observation(Generic[StateT]):
     """The two halves of `update` of a method that scores by attention, for callers whose queries come later."""
 
-    land: Callable[[Any, mx.array, mx.array, mx.array | None], tuple[Any, View]]
+    land: Callable[[StateT, mx.array, mx.array, mx.array | None], tuple[StateT, View]]
     """(state, keys, values, valid) -> (landed, view): the block is in, nothing is scored or evicted."""
-    observe: Callable[[Any, mx.array, float | None, mx.array | None, mx.array | None], Any]
+    observe: Callable[[StateT, mx.array, float | None, mx.array | None, mx.array | None], StateT]
     """(landed, queries, scale, valid, sinks) -> state: scored by these queries and cut down to the budget.
 
     sinks [H_q]: learned attention sinks, where the model has them.
@@ -66,29 +80,39 @@ Shown = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Eviction:
-    """A method, ready to use.
+class Eviction(Generic[StateT]):
+    """A method, ready to use. `Eviction[QFiltersState]` is one whose states are of that class,
+    `Eviction` alone one of any state.
 
     `settings` (plain JSON) and `params` (arrays) are the arguments of the method's factory, by name. They decide
-    whether two caches may be merged, and rebuild the method from a saved file. `interval` is a setting of every method
-    (1 where it is not given). `static` says that a row's score is
-    computed once, from the row alone: the kept set then does not depend on how tokens are split into calls.
+    whether two caches may be merged, and rebuild the method from a saved file. `interval` is a setting of every method,
+    1 unless given. `static` says that a row's score is computed once, from the row alone: the kept set then does not
+    depend on how tokens are split into calls.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from velox_fn import kv, l2norm
+        >>> method = l2norm(budget=16)
+        >>> state = method.init(batch=1, n_kv_heads=2, head_dim=8)
+        >>> state, view = method.update(state, mx.ones((1, 2, 40, 8)), mx.ones((1, 2, 40, 8)))
+        >>> kv(state)[0].shape
+        (1, 2, 16, 8)
     """
 
-    init: Init
-    update: Update
+    init: Init[StateT]
+    update: Update[StateT]
     name: str
     settings: Mapping[str, Any]
     params: Mapping[str, mx.array] = dataclasses.field(default_factory=dict)
     needs_queries: bool = False
     static: bool = True
-    observation: Observation | None = None
-    scored: Callable[[Any], Any] = lambda state: state
+    observation: Observation[StateT] | None = None
+    scored: Callable[[StateT], StateT] = lambda state: state
     """state -> state with a rank on each row. Within the budget a static method may put scoring off, and whatever reads
     ranks beside its `update` (merging, filtering, a ragged mask) needs them."""
     shown: Shown | None = None
     """How attention sees the keys, where not as they are stored."""
-    ready: Callable[[Any], Any] = lambda state: state
+    ready: Callable[[StateT], StateT] = lambda state: state
     """state -> state as the next token finds it, where rows leave at intervals (`interval`)."""
 
     def __post_init__(self) -> None:
@@ -100,8 +124,8 @@ class Eviction:
     def states_fit(self) -> None:
         """Nothing. Raises ValueError when the states that `init` makes are not such as a cache can hold.
 
-        As far as a state for one head tells: the arrays of a calibration are for others, and their states are seen when
-        these heads come.
+        Only a state for one head is looked at. Arrays of a calibration are for another number of heads, so such a
+        method is looked at when its first token comes.
         """
         try:
             state = self.init(_ANY_BATCH, 1, 1)
@@ -134,7 +158,11 @@ def check_state(state: Any, name: str, batch: int) -> None:
 
 
 def kv(state: State) -> View:
-    """The kept rows, keys [B,H,n,D] and values [B,H,n,D_v], in temporal order; padding of ragged batches last."""
+    """The kept rows in temporal order; the padding of ragged batches last.
+
+    Returns:
+        Keys [B,H,n,D] and values [B,H,n,D_v].
+    """
     store = state.store
     if store.span is not None:
         rows = slots.all_rows(store)
@@ -146,7 +174,11 @@ def kv(state: State) -> View:
 
 
 def kept_positions(state: State) -> mx.array:
-    """Absolute token positions int32 [B,H,n] of the rows of `kv(state)`; -1 for padding."""
+    """The token positions of the rows of `kv(state)`.
+
+    Returns:
+        int32 [B,H,n]; -1 for padding.
+    """
     store = state.store
     if store.span is not None:
         return select.rank_positions(slots.all_rows(store).ranks)
@@ -156,7 +188,7 @@ def kept_positions(state: State) -> mx.array:
 
 
 def kept_bytes(state: State) -> int:
-    """Bytes of the kept rows in their dtype, and of what the method holds beside them (filters, statistics)."""
+    """Bytes of the kept rows in their dtype, and of what the method holds beside them: filters, statistics."""
     store = state.store
     batch, n_kv_heads, _, head_dim = store.keys.shape
     row = head_dim * store.keys.itemsize + store.values.shape[-1] * store.values.itemsize

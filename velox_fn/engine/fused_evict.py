@@ -42,14 +42,26 @@ def fused_evict(
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """The `budget` rows that the selection rule keeps, in the order they came.
 
-    keys [B,H,n,D]; values [B,H,n,D_v]; scores float32 [B,H,n]; positions int32 [B,H,n], ascending over the real rows,
-    -1 for padding; offset int32 [B], tokens seen, needed when recent > 0. Sinks (position < n_sink) and the recent
-    window (position >= offset - recent) always stay; a score that is not finite loses. Returns keys, values, scores and
-    positions of the min(budget, n) survivors; K and V are copied bit for bit, and padding comes last (no row moves
-    when all survive).
+    Sinks (position < n_sink) and the recent window (position >= offset - recent) always stay. A score that is not
+    finite loses. Both backends give the same bits for the same scores.
 
-    Both backends give the same bits for the same scores. Raises ValueError on shapes, dtypes or counts that do not fit,
-    and when Metal is required and missing.
+    Args:
+        keys: [B,H,n,D].
+        values: [B,H,n,D_v].
+        scores: float32 [B,H,n].
+        positions: int32 [B,H,n], ascending over the real rows, -1 for padding.
+        budget: rows to keep, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        recent: trailing tokens that always stay.
+        offset: int32 [B], tokens seen. Needed when recent > 0.
+        use_metal_kernels: True or False; None uses them where they run.
+
+    Returns:
+        Keys, values, scores and positions of the min(budget, n) survivors. Keys and values are copied bit for bit.
+        Padding comes last; no row moves when all survive.
+
+    Raises:
+        ValueError: shapes, dtypes or counts do not fit, or Metal is required and missing.
     """
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
     if scores.shape != keys.shape[:3] or positions.shape != keys.shape[:3] or values.shape[:3] != keys.shape[:3]:

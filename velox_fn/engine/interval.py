@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, slots
 from velox_fn.engine.batch import merge, real_rows, take
-from velox_fn.engine.eviction import Eviction, Observation
+from velox_fn.engine.eviction import Eviction, Observation, StateT
 from velox_fn.engine.landing import GROWTH, joined, written
 from velox_fn.engine.records import arrays, replaced
 from velox_fn.engine.rows import View, arriving_positions
@@ -31,11 +31,16 @@ Valid = mx.array | Sequence[int] | None
 
 
 def interval_parts(seen: int | Iterable[int], n_tokens: int | Sequence[int], interval: int) -> tuple[int, ...]:
-    """How to cut the next S tokens into calls that cross no boundary: the sizes of the parts, in order.
+    """How to cut the next S tokens into calls that cross no boundary.
 
-    seen: tokens seen so far, of each sequence of a ragged batch. n_tokens: how many come; of a padded block the real
-    tokens of each sequence, the longest of which may be followed by padding. A part ends where any sequence has its
-    boundary.
+    Args:
+        seen: tokens seen so far, of each sequence of a ragged batch.
+        n_tokens: how many come. Of a padded block: the real tokens of each sequence.
+        interval: tokens from one boundary to the next.
+
+    Returns:
+        The sizes of the parts, in order. A part ends where any sequence has its boundary. The padding of the longest
+        sequence may follow the last part.
     """
     seen = [seen] if isinstance(seen, int) else list(seen)
     real = [n_tokens] * len(seen) if isinstance(n_tokens, int) else list(n_tokens)
@@ -44,12 +49,19 @@ def interval_parts(seen: int | Iterable[int], n_tokens: int | Sequence[int], int
     return tuple(stop - start for start, stop in pairwise([0, *sorted(cuts), max(real)]))
 
 
-def at_intervals(method: Eviction, interval: int) -> Eviction:
+def at_intervals(method: Eviction[StateT], interval: int) -> Eviction[StateT]:
     """`method`, with rows leaving at multiples of `interval` only; with interval=1, `method` as it is.
 
-    Its `update` refuses a block that crosses a boundary (`interval_parts` says where to cut), takes `valid` as a tuple
-    of whole numbers, and wants queries for all blocks or for none.
-    Raises ValueError when interval is no whole number of at least 1, or when the method keeps rows for a rollback.
+    Its `update` refuses a block that crosses a boundary (`interval_parts` says where to cut). It takes `valid` as a
+    tuple of whole numbers, and wants queries for all blocks or for none.
+
+    Raises:
+        ValueError: interval is no whole number of at least 1, or the method keeps rows for a rollback.
+
+    Example:
+        >>> from velox_fn import at_intervals, l2norm
+        >>> at_intervals(l2norm(budget=64), 16).settings["interval"]
+        16
     """
     interval = checks.whole_number("interval", interval, 1)
     settings = {**method.settings, "interval": interval}

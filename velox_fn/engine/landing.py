@@ -14,14 +14,14 @@ GROWTH = 256  # rows; the step in which mlx_lm's own caches grow
 def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View]:
     """Let a block of S tokens in, without evicting: what it may attend to is the view.
 
-    For S = 1 over budget the dead row is overwritten and the view is the physical rows. Otherwise the view is the kept
-    rows followed by the block, and the new store may stand over its limit until `settle`. `valid` int32 [B]: real
-    tokens of each row; the rest is padding and is zeroed, so that no NaN of it reaches attention through a mask.
+    For S = 1 over budget the landing row is overwritten and the view is the physical rows. Otherwise the view is the
+    kept rows followed by the block, and the new store may stand over its limit until `settle`. `valid` int32 [B]: real
+    tokens of each sequence. The rest is padding and is zeroed, so that no NaN of it reaches attention through a mask.
     """
     n_tokens = block.keys.shape[2]
     offset = store.offset + (n_tokens if valid is None else valid)
     if store.filled > store.limit and not overwrites(store, n_tokens):
-        store = without_dead_row(store)
+        store = without_landing_row(store)
     seen_by_all = store.seen_by_all + (n_tokens if valid is None else 0)
     if valid is not None:
         real = (select.rank_positions(block.ranks) >= 0)[..., None]
@@ -41,7 +41,7 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
     return landed, (joined(seen.keys, block.keys, 0), joined(seen.values, block.values, 0))
 
 
-def without_dead_row(store: Store) -> Store:
+def without_landing_row(store: Store) -> Store:
     """`store` cut down to its limit and in temporal order; padding of short sequences comes last."""
     rows = held_rows(replaced(store, ordered=False))
     return replaced(
@@ -154,7 +154,7 @@ def joined(old: mx.array, new: mx.array, room: int) -> mx.array:
 def settle(store: Store, n_tokens: int) -> Store:
     """A store that S tokens have landed on, cut down to its limit under the selection rule, survivors in row order.
 
-    After a single token one row more may stay: it is the dead row that the next token overwrites.
+    After a single token one row more may stay: it is the landing row that the next token overwrites.
     """
     if store.filled <= store.limit or overwrites(store, n_tokens):
         return store

@@ -19,7 +19,7 @@ _Record = TypeVar("_Record")
 def record(cls: type[_Record]) -> type[_Record]:
     """Make `cls` a frozen, keyword-only record.
 
-    Fields of type `mx.array`, and records inside it, hold what changes with the data; every other field (ints, strings,
+    Fields of type `mx.array`, and records inside it, hold what changes with the data. Every other field (ints, strings,
     tuples of them, None) is static.
     """
     make: Callable[[type[_Record]], type[_Record]] = chex.dataclass(
@@ -29,17 +29,39 @@ def record(cls: type[_Record]) -> type[_Record]:
 
 
 def arrays(state: Any) -> list[mx.array]:
-    """The array leaves of a record in field order, those of nested records and tuples included."""
+    """The arrays of a record in field order, those of nested records and tuples included."""
     if isinstance(state, mx.array):
         return [state]
-    return [leaf for part in _parts(state).values() for leaf in arrays(part)]
+    return [leaf for part in parts(state).values() for leaf in arrays(part)]
 
 
 def with_arrays(state: _Record, leaves: Sequence[mx.array]) -> _Record:
-    """`state` with its array leaves replaced, in the order of `arrays(state)`; static fields stay.
+    """`state` with its arrays replaced; static fields stay.
 
-    Raises ValueError when the number of leaves differs.
+    Static fields go with their arrays: arrays of a later state, which has more rows in use, do not belong to this one.
+    Where the room for rows has grown between them, the shapes tell. A loop that compiles its step takes
+    `velox_fn.compiled`, which keeps both together.
+
+    Args:
+        state: a record.
+        leaves: arrays in the order of `arrays(state)`.
+
+    Raises:
+        ValueError: the number of arrays differs, or the shape or dtype of one.
     """
+    changed = refilled(state, leaves)
+    for place, (held, given) in enumerate(zip(arrays(state), leaves, strict=True)):
+        if (held.shape, held.dtype) != (given.shape, given.dtype):
+            raise ValueError(
+                f"array {place} of {type(state).__name__} is {held.dtype} {tuple(held.shape)}; {given.dtype} "
+                f"{tuple(given.shape)} was given. Arrays of another state do not fit the static fields of this one, "
+                "such as its rows in use: carry the whole state, or compile the step with velox_fn.compiled"
+            )
+    return changed
+
+
+def refilled(state: _Record, leaves: Sequence[mx.array]) -> _Record:
+    """`with_arrays` for who brings the static fields into line: arrays of any shape."""
     expected = len(arrays(state))
     if len(leaves) != expected:
         raise ValueError(f"{type(state).__name__} has {expected} arrays; {len(leaves)} were given")
@@ -77,7 +99,8 @@ def replaced(state: _Record, **changes: Any) -> _Record:
     return changed
 
 
-def _parts(state: Any) -> dict[Any, Any]:
+def parts(state: Any) -> dict[Any, Any]:
+    """The fields of a record by name, or of a tuple by place; nothing for anything else."""
     if isinstance(state, tuple):
         return dict(enumerate(state))
     if dataclasses.is_dataclass(state):
@@ -88,7 +111,7 @@ def _parts(state: Any) -> dict[Any, Any]:
 def _rebuilt(state: Any, leaves: Iterator[mx.array]) -> Any:
     if isinstance(state, mx.array):
         return next(leaves)
-    parts = {name: _rebuilt(part, leaves) for name, part in _parts(state).items()}
+    fields = {name: _rebuilt(part, leaves) for name, part in parts(state).items()}
     if isinstance(state, tuple):
-        return tuple(parts.values())
-    return dataclasses.replace(state, **parts) if parts else state
+        return tuple(fields.values())
+    return dataclasses.replace(state, **fields) if fields else state

@@ -54,10 +54,18 @@ def rope_spec(rope: RopeSpec | Mapping[str, Any]) -> RopeSpec:
 
 
 def rope_remap_positions(keys: mx.array, old: mx.array, new: mx.array, rope: RopeSpec) -> mx.array:
-    """Keys [B,H,n,D] that stand at positions `old`, moved to positions `new`; both int32, broadcastable to [B,H,n].
+    """Keys that stand at positions `old`, moved to positions `new`.
 
-    The angles and the turn are float32; the result has the keys' dtype. A key that does not move stays as it is.
-    Raises ValueError when the keys are narrower than the rotation.
+    The angles and the turn are float32. A key that does not move stays as it is.
+
+    Args:
+        keys: [B,H,n,D], any float dtype, which the result has too.
+        old: int32, broadcastable to [B,H,n].
+        new: int32, broadcastable to [B,H,n].
+        rope: the model's rotary embedding.
+
+    Raises:
+        ValueError: the keys are narrower than the rotation.
     """
     if rope.first + rope.dims > keys.shape[-1]:
         raise ValueError(

@@ -6,11 +6,11 @@ order the width of the row decides alone, so that a row scores the same bits wha
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import mlx.core as mx
 
 from metal_src import qfilters_score
+from velox_fn.engine.named import Named
 from velox_fn.engine.widening import widened
 
 _LEAST_NORM = 1e-30
@@ -141,7 +141,7 @@ def _recency(
     return mx.broadcast_to(positions, keys.shape[:3]).astype(mx.float32)
 
 
-SCORERS: Mapping[str, StaticScorer] = MappingProxyType(
+SCORERS: Mapping[str, StaticScorer] = Named(
     {
         "projection": StaticScorer("projection", _projection, takes=("filters",)),  # Q-Filters
         "key_difference": StaticScorer("key_difference", _key_difference, takes=("mean_keys",)),  # KeyDiff
@@ -149,6 +149,14 @@ SCORERS: Mapping[str, StaticScorer] = MappingProxyType(
         "value_norm": StaticScorer("value_norm", _value_norm, reads=("values",)),
         "norm_product": StaticScorer("norm_product", _norm_product, reads=("keys", "values")),
         "recency": StaticScorer("recency", _recency, reads=(), newest_first=True),
-    }
+    },
+    """What static methods score a row by, by name: the `terms` of fusion.
+
+    Each is a `StaticScorer`. Its `score` gives float32 [B,H,S] of keys [B,H,S,D], values [B,H,S,D_v] and positions
+    int32 [B,1,S], from each row alone, higher meaning keep; `takes` names the calibrated directions [H,D] that it
+    needs. projection: Q-Filters (arXiv:2503.02812). key_difference: KeyDiff (arXiv:2504.15364). key_norm: L2Norm
+    (arXiv:2406.11430). value_norm, norm_product and recency have no paper. Norms are squared: they order rows as norms
+    do.
+    """,
 )
 """The scorers by name. Norms are squared: they order rows as norms do."""

@@ -139,25 +139,48 @@ def static_eviction(
     params: Mapping[str, mx.array] | None = None,
     numbers: Sequence[float | mx.array] = (),
     settings: Mapping[str, Any] | None = None,
-) -> Eviction:
+) -> Eviction[StaticState]:
     """A method that is nothing but a score function.
 
-    score(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S]; higher stays. A row
-    that is not finite in its key, value or score loses whatever it scores. `Scores` is the fast form of the result: it
-    says which of keys and values the score has not seen.
+        score(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S]; higher stays
 
-    The contract of a score function. It is pure, of MLX operations only, and never waits for the device: single tokens
-    are scored inside a compiled step. A row's score depends on that row alone, and sums in an order that the number of
-    tokens cannot change: `(a * b).sum(-1)` and no matrix product. It is a function of a module and not made anew for
-    each method: a compiled step is kept by the function, a limited number of them, and what a method is told at
-    construction comes as `params` and `numbers`, never inside a closure. A closure is right, and traced by itself.
+    A row that is not finite in its key, value or score loses, whatever it scores. `Scores` is the fast form of the
+    result: it says which of keys and values the score has not seen.
 
-    params, name to array per KV head: `score` sees them in this order, an array [H,D,...] as [B,H,D,...] and an array
-    [H] as [B,H,1]. numbers: single numbers, which `score` sees after them, each as [B,1,1]: a float as float32, an
-    array of no dimension in its own dtype. settings: the arguments of the method's factory beside the row counts.
-    recent, rollback: None where the factory has no such argument, which is 0 and then no setting.
+    The contract of a score function:
 
-    Raises ValueError on counts that cannot work.
+    - It is pure, of MLX operations only, and never waits for the device. Single tokens are scored inside a compiled
+      step.
+    - A row's score depends on that row alone. Its sums have an order that the number of tokens cannot change:
+      `(a * b).sum(-1)`, and no matrix product.
+    - It is a function of a module. Compiled steps are kept by the function, a limited number of them. What a method is
+      told at construction comes as `params` and `numbers`. A closure made for each method is right too, but is traced
+      by itself.
+
+    Args:
+        name: of the method.
+        score: see above.
+        budget: most rows kept for each KV head, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        recent: trailing tokens that always stay. None where the factory has no such argument: 0, and no setting.
+        rollback: tokens that can be taken back after evictions. None likewise.
+        use_metal_kernels: for eviction. True or False; None uses them where they run.
+        params: arrays per KV head by name. `score` sees them in this order, [H,D,...] as [B,H,D,...] and [H] as
+            [B,H,1].
+        numbers: single numbers, which `score` sees after `params`, each as [B,1,1]: a float as float32, an array of no
+            dimension in its own dtype.
+        settings: the arguments of the method's factory beside the row counts, plain JSON.
+
+    Raises:
+        ValueError: a count cannot work.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from velox_fn import static_eviction
+        >>> def long_values(keys, values, positions, params):
+        ...     return mx.square(values.astype(mx.float32)).sum(-1)
+        >>> static_eviction("long_values", long_values, budget=64, n_sink=4).static
+        True
     """
     budget, n_sink, _ = checks.row_limits(budget, n_sink, 0 if recent is None else recent)
     params = params or {}

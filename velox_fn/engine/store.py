@@ -1,9 +1,9 @@
 """The rows that a method keeps: one record and the moves on it, the same for every method.
 
-A store holds at most `budget` kept rows, and one more after single-token steps: the row that loses under the selection
-rule stays in place until the next token overwrites it, so a step over budget writes O(D) bytes, and a token that
-arrives is seen by its own query even when it is itself the next to go. That one dead row is never shown by
-`kept_rows`.
+A store holds at most `budget` kept rows, and one more after single-token steps: the landing row. It is the row that
+loses under the selection rule, and it stays in place until the next token overwrites it. So a step over budget writes
+O(D) bytes, and a token that arrives is seen by its own query even when it is itself the next to go. `kept_rows` never
+shows the landing row.
 """
 
 import mlx.core as mx
@@ -107,7 +107,7 @@ def check_block(store: Store, keys: mx.array, values: mx.array, valid: mx.array 
 
 
 def used_rows(store: Store) -> Rows:
-    """The used rows in physical order, a dead row included.
+    """The used rows in physical order, a landing row included.
 
     Raises ValueError while rows wait for their ranks.
     """
@@ -142,12 +142,12 @@ def _best_rows(store: Store, keep: int, recent: int) -> Rows:
 
 
 def seen_rows(store: Store, n_tokens: int) -> Rows:
-    """The rows, in physical order, that a block of S tokens finds: for S = 1 over budget the dead row is among them."""
+    """The rows, in physical order, that a block of S tokens finds: for S = 1 over budget with the landing row."""
     if overwrites(store, n_tokens) or store.filled <= store.most_kept:
         return used_rows(store)
     return kept_rows(store)
 
 
 def overwrites(store: Store, n_tokens: int) -> bool:
-    """Whether the next S tokens take the dead row's place."""
+    """Whether the next S tokens take the landing row's place."""
     return n_tokens == 1 and store.rollback == 0 and store.filled == store.limit + 1

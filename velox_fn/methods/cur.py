@@ -1,14 +1,18 @@
-"""CUR: what the CurDKV authors released, rows scored by their own norms within short windows.
+"""CUR: what the CurDKV authors released. Rows are scored by their own norms within short windows.
+
+Attention plays no part. Token i stands in a window of `window` consecutive tokens. Per KV head, |k_i|^2 and |v_i|^2
+are each divided by their sum over that window. The score is one of the two shares, their mean, or their product.
+Optionally the norms are those of a Gaussian sketch of keys and values. `curdkv` is the method by leverage.
 
 Source: the code published with "Value-Guided KV Compression for LLMs via Approximated CUR Decomposition"
-(arXiv:2509.15038). Attention plays no part: per KV head, |k_i|^2 and |v_i|^2 are each divided by their sum over the
-window of `window` consecutive tokens that token i stands in, and combined: one of them, their mean, or their product.
-Optionally the norms are those of a Gaussian sketch of keys and values (the authors take 20 columns). `curdkv` is the
-method by leverage.
+(arXiv:2509.15038).
 
-Differs from the release: the last window counts with its true length, where the release pads it with zeros; eviction
-goes on after the prompt, and there the rows of the unfinished window are scored anew as it fills; `recent` trailing
-rows may be protected (0 unless asked for); the sketch is seeded.
+Differs from the release:
+
+- The last window counts with its true length. The release pads it with zeros.
+- Eviction goes on after the prompt. There the rows of the unfinished window are scored anew as it fills.
+- `recent` trailing rows may be protected.
+- The sketch is seeded.
 """
 
 import mlx.core as mx
@@ -27,7 +31,7 @@ COMBINE = ("key", "value", "mean", "product")
 
 @record
 class CURState:
-    """Rows, and what the unfinished window adds up to, rows that have left it by eviction included."""
+    """Rows, and sums over the unfinished window. The sums count rows that were evicted from it too."""
 
     store: Store
     key_sum: mx.array  # float32 [B,H], of |k|^2
@@ -44,12 +48,31 @@ def cur(
     sketch: int | None = None,
     seed: int = 0,
     interval: int = 1,
-) -> Eviction:
-    """The CUR method.
+) -> Eviction[CURState]:
+    """The CUR method: score rows by their own norms within short windows.
 
-    combine: "key", "value", "mean" or "product". window: tokens that are normalised together, from position 0 on.
-    sketch: columns of the Gaussian sketch whose norms stand in for those of keys and values; None takes these.
-    Raises ValueError on counts that cannot work or an unknown combination.
+    Source: the code published with arXiv:2509.15038. Common arguments: see `METHODS`.
+
+    Args:
+        budget: most rows kept for each KV head, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        recent: trailing tokens that always stay.
+        combine: "key", "value", "mean" or "product".
+        window: tokens that are normalised together, counted from position 0.
+        sketch: columns of the Gaussian sketch whose norms stand in for the rows' own. None takes the rows' own.
+        seed: of the sketch.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Returns:
+        An `Eviction` that needs neither queries nor a calibration.
+
+    Raises:
+        ValueError: a count cannot work, or the combination is unknown.
+
+    Example:
+        >>> from velox_fn import cur
+        >>> cur(budget=256, combine="value").static
+        False
     """
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
     checks.one_of("combine", combine, COMBINE)

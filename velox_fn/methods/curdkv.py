@@ -1,18 +1,24 @@
-"""CurDKV: keep the rows that carry most of what attention puts out, by keys and values together.
+"""CurDKV: keep the rows that carry most of attention's output, by keys and values together.
 
-Inspired by "Value-Guided KV Compression for LLMs via Approximated CUR Decomposition" (arXiv:2509.15038); what its
-authors released is `cur`. For each query, A = diag(a) V is what attention sums up, a being its weights over the rows.
-A row's score is its energy-weighted leverage in A (leverage.py), summed over the steps so far: a row that attention
-looks at, but whose value adds nothing, scores nothing.
+For each query, attention sums up A = diag(a) V, where a holds its weights over the rows. A row's score is its
+energy-weighted leverage in A (`directions/leverage.py`), summed over the steps so far. A row that attention looks at,
+but whose value adds nothing, scores nothing.
 
-A block of S tokens stacks its S weighted blocks: they have one Gram V^T diag(sum_t a_t^2) V, so one evaluation scores
-the block, which is then evicted once. For S = 1 that is `curdkv_step`, and folding the step over the tokens is
-`granularity="token"`. The query heads that share a KV head are stacked likewise.
+A block of S tokens stacks its S weighted blocks. They have one Gram V^T diag(sum_t a_t^2) V, so one evaluation scores
+the block, and the block is evicted from once. For S = 1 that is `curdkv_step`. `granularity="token"` folds the step
+over the tokens. The query heads that share a KV head are stacked in the same way.
 
-Differs from the paper: its sampling of rows and columns is replaced by leverage scores, `n_sink` leading tokens always
-stay, the incoming keys stand in when no queries are given, and scores add up over steps. A new row starts with its own
-leverage among the rows that it joins, not with 0: it would otherwise tie with rows that are worth nothing and lose, or
-win, by its place.
+Source: inspired by "Value-Guided KV Compression for LLMs via Approximated CUR Decomposition" (arXiv:2509.15038). What
+its authors released is `cur`.
+
+Differs from the paper:
+
+- Leverage scores replace its sampling of rows and columns.
+- `n_sink` leading tokens always stay.
+- Scores add up over steps.
+- The incoming keys stand in where no queries are given.
+- A new row starts with its own leverage among the rows that it joins. With 0 it would tie with rows that are worth
+  nothing, and its place would decide.
 """
 
 import dataclasses
@@ -71,13 +77,25 @@ def curdkv_init(
 ) -> CurDKVState:
     """An empty state.
 
-    budget: most rows kept, sinks and recent ones included. rank_cap: leading singular directions that count.
-    granularity: "block" scores a block of tokens together, "token" one after the other (slow: a Python loop). window:
-    only the last so many queries of a block count; None counts all. mean: rank rows by their score per token that has
-    passed since they came, so that old rows do not lead by their age. solver: "eigh" finds each step's directions
-    exactly; "subspace" tracks them from one single-token step to the next where that is faster (granularity "block",
-    D_v > 4 rank_cap), and is exact for blocks.
-    Raises ValueError on counts that cannot work, an unknown granularity or solver.
+    Args:
+        batch: sequences in lockstep.
+        n_kv_heads: KV heads of the layer.
+        head_dim: D, the width of keys.
+        value_dim: D_v, the width of values. None is D.
+        dtype: of the rows: float32, float16 or bfloat16.
+        budget: most rows kept for each KV head, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        recent: trailing tokens that always stay.
+        rank_cap: leading singular directions that count.
+        granularity: "block" scores a block of tokens together. "token" scores one after the other, in a Python loop.
+        window: only the last so many queries of a block count. None counts all.
+        mean: a row's score is the mean over the tokens since it came, so that old rows do not lead by their age.
+        solver: "eigh" finds each step's directions exactly. "subspace" tracks them from one single-token step to the
+            next where that is faster (granularity "block", D_v > 4 rank_cap). Blocks are exact with both.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Raises:
+        ValueError: a count cannot work, or granularity or solver is unknown.
     """
     rank_cap = checks.whole_number("rank_cap", rank_cap, 1)
     checks.one_of("granularity", granularity, ("block", "token"))
@@ -101,9 +119,20 @@ def curdkv_step(
     queries: mx.array | None = None,
     valid: mx.array | None = None,
 ) -> tuple[CurDKVState, View]:
-    """Take one token in: keys [B,H,1,D], values [B,H,1,D_v], queries [B,H_q,1,D]. As `curdkv_update`, for S = 1.
+    """Take one token in: `curdkv_update` for S = 1.
 
-    Raises ValueError when there is more than one token, or the token does not fit the state.
+    Args:
+        state: of `curdkv_init` or an earlier step.
+        keys: [B,H,1,D].
+        values: [B,H,1,D_v].
+        queries: [B,H_q,1,D]. None lets the keys stand in.
+        valid: int32 [B], 1 where the token is real and 0 where it is padding. None: all are real.
+
+    Returns:
+        The next state, and the view: the keys and values that the token may attend to.
+
+    Raises:
+        ValueError: there is more than one token, or the token does not fit the state.
     """
     if keys.ndim == 4 and keys.shape[2] != 1:
         raise ValueError(f"curdkv_step takes one token, got {keys.shape[2]}; use curdkv_update for a block")
@@ -118,10 +147,20 @@ def curdkv_update(
     queries: mx.array | None = None,
     valid: mx.array | None = None,
 ) -> tuple[CurDKVState, View]:
-    """Take in keys [B,H,S,D] and values [B,H,S,D_v]. See `eviction.Update`.
+    """Take a block of S tokens in, score all rows by its queries, and evict once. See `eviction.Update`.
 
-    queries [B,H_q,S,D], the groups of query heads consecutive; the keys stand in for them when there are none.
-    Raises ValueError when the block or its queries do not fit the state.
+    Args:
+        state: of `curdkv_init` or an earlier update.
+        keys: [B,H,S,D].
+        values: [B,H,S,D_v].
+        queries: [B,H_q,S,D], the groups of query heads consecutive. None lets the keys stand in.
+        valid: int32 [B], the real tokens of each sequence. None: all are real.
+
+    Returns:
+        The next state, and the view: the rows kept before the call, followed by the block.
+
+    Raises:
+        ValueError: the block or its queries do not fit the state.
     """
     if state.store.span is not None:
         return interval_update(_AT_ONCE, state, keys, values, queries=queries, valid=valid)
@@ -138,8 +177,12 @@ def curdkv_observe(
 ) -> CurDKVState:
     """Score the rows by the queries [B,H_q,S,D] of the block that has landed, then evict.
 
-    scale: of the logits; None is 1/sqrt(D). valid int32 [B]: real tokens of each row. sinks [H_q]: learned attention
-    sinks, where the model has them.
+    Args:
+        state: as `land` left it.
+        queries: of the block that has landed.
+        scale: of the logits. None is 1/sqrt(D).
+        valid: int32 [B], the real tokens of each sequence.
+        sinks: [H_q], learned attention sinks, where the model has them.
     """
     n_tokens = queries.shape[2]
     if state.granularity == "block" or n_tokens == 1:
@@ -165,8 +208,21 @@ def curdkv(
     mean: bool = False,
     solver: str = "subspace",
     interval: int = 1,
-) -> Eviction:
-    """The CurDKV method with these settings; arguments and errors as for `curdkv_init`."""
+) -> Eviction[CurDKVState]:
+    """The CurDKV method: keep the rows that carry most of what attention puts out.
+
+    Arguments and errors are those of `curdkv_init`.
+
+    Source: inspired by arXiv:2509.15038; what its authors released is `cur`.
+
+    Returns:
+        An `Eviction` that scores by queries.
+
+    Example:
+        >>> from velox_fn import curdkv
+        >>> curdkv(budget=256, window=64).needs_queries
+        True
+    """
     settings: dict[str, Any] = {
         "budget": budget,
         "n_sink": n_sink,

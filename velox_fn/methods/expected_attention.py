@@ -1,22 +1,30 @@
 """Expected Attention: keep the rows that future queries are expected to look at, weighted by their values.
 
-Source: "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution"
-(arXiv:2510.00636), section 3. With future queries q ~ N(m, C), scaled as attention scales them, the expected attention
-to a key has a closed form, and a row scores
+Future queries are taken to be q ~ N(m, C), scaled as attention scales them. The expected attention to a key then has a
+closed form, and a row scores
 
     s_i = E[exp(q . k_i)] |v_i| = exp(m . k_i + k_i^T C k_i / 2) |v_i|
 
 up to the sum over the rows, which is the same for all of them. The logarithm of this is what is stored.
 
-Two forms. As in the paper, m and C come from the sequence's own queries so far: taken before RoPE, then turned by the
-rotation of RoPE averaged over the next `future` positions; every score moves with every query. With `query_mean` and
-`query_cov`, calibrated on text, they are fixed: a row is scored once, and the kept set does not depend on how tokens
-are split into calls.
+There are two forms:
 
-Differs from the paper: `n_sink` leading tokens always stay; `recent` trailing ones may (0 unless asked for); the query
-heads of a group share one distribution, where the paper averages their attention; all heads have one budget. Calibrated
-statistics, and the sequence's own when `rope` is not given, are those of queries after RoPE, at the positions of the
-text. The score of every row is computed anew at every step of the first form, which costs n D^2 per head.
+- As in the paper, m and C come from the sequence's own queries so far. They are taken before RoPE, then turned by the
+  rotation of RoPE averaged over the next `future` positions. Every query changes every score. A step costs n D^2 per
+  head.
+- With `query_mean` and `query_cov`, calibrated on text, m and C are fixed. A row is scored once, and the kept set does
+  not depend on how tokens are split into calls.
+
+Source: "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution"
+(arXiv:2510.00636), section 3.
+
+Differs from the paper:
+
+- `n_sink` leading tokens always stay. `recent` trailing ones may.
+- The query heads of a group share one distribution. The paper averages their attention.
+- All heads have one budget.
+- Calibrated statistics are those of queries after RoPE, at the positions of the text. So are the sequence's own when
+  `rope` is not given.
 """
 
 import dataclasses
@@ -62,13 +70,32 @@ def expected_attention(
     query_cov: mx.array | None = None,
     interval: int = 1,
 ) -> Eviction:
-    """The Expected Attention method.
+    """The Expected Attention method: keep the rows that future queries are expected to look at.
 
-    query_mean float32 [H, D], query_cov float32 [H, D, D]: calibrated moments of the queries of each KV head, scaled as
-    attention scales them. Without them: future, how many positions ahead RoPE is averaged over, and rope, the model's
-    rotary embedding (install reads it).
-    Raises ValueError on counts that cannot work, moments that do not fit each other or are not finite, or a rollback
-    without moments: what a query added to the sums cannot be taken back.
+    Source: arXiv:2510.00636, section 3. Common arguments: see `METHODS`.
+
+    Args:
+        budget: most rows kept for each KV head, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        recent: trailing tokens that always stay.
+        future: positions ahead that RoPE is averaged over, without a calibration.
+        rope: the model's rotary embedding, without a calibration. `install` reads it.
+        rollback: tokens that can be taken back after evictions; with calibrated moments only.
+        query_mean: float32 [H,D], the calibrated mean of each KV head's queries, scaled as attention scales them.
+        query_cov: float32 [H,D,D], their covariance.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Returns:
+        An `Eviction`: static with calibrated moments, else one that scores by queries.
+
+    Raises:
+        ValueError: a count cannot work; the moments do not fit each other or are not finite; or a rollback is asked for
+            without moments, since what a query added to the sums cannot be taken back.
+
+    Example:
+        >>> from velox_fn import expected_attention
+        >>> expected_attention(budget=256).static
+        False
     """
     future = checks.whole_number("future", future, 1)
     spec = None if rope is None else rope_spec(rope)

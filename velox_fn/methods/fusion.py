@@ -5,11 +5,11 @@ This project's own; no paper. A row scores
     s_i = sum over terms t of  w_t (s_t,i - m_t) / d_t        (combine="sum"; "max": the largest of them)
 
 where s_t is the score of a static method (`scorers.SCORERS`), and m_t and d_t its mean and standard deviation over the
-rows of calibration text, per KV head. Default, by what was measured (docs/fusion.md): the projection of Q-Filters, the
-difference of KeyDiff, and the size of the value, which no score of keys can see.
+rows of calibration text, per KV head. The default terms are the projection of Q-Filters, the difference of KeyDiff, and
+the size of the value, which no score of keys can see. docs/fusion.md has the derivation and the measurements.
 
-Each part is computed once, from the row alone, so the whole is static: the kept set is the same however tokens are
-split into calls, and a step costs what one score costs, or little more. docs/fusion.md has the derivation.
+Each term is computed once, from the row alone. So fusion is static: the kept set is the same however tokens are split
+into calls.
 """
 
 import dataclasses
@@ -54,16 +54,38 @@ def fusion(
     use_metal_kernels: bool | None = None,
     interval: int = 1,
 ) -> Eviction:
-    """The fusion of static scores. `install` brings the arrays from a calibration.
+    """The fusion of static scores, each in units of its own spread. `install` brings the arrays from a calibration.
 
-    terms: names of `scorers.SCORERS`, joined by +, or as a tuple. combine: "max" or "sum". filters, mean_keys: float32
-    [H, D], for the terms that take them (projection; key_difference). means, deviations: float32 [H, T] over
-    calibration text, and weights, ones by default, a column for each term in order. A term with weight 0, or whose
-    deviation is 0, is left out for that head.
+    Source: this project's own, no paper (docs/fusion.md). Common arguments: see `METHODS`.
 
-    Raises ValueError on counts that cannot work, unknown terms or combination, and arrays that are not finite, do not
-    fit each other, that no term takes, or that would score every row alike. Arrays that are missing are an error when a
-    state begins.
+    Args:
+        budget: most rows kept for each KV head, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        recent: trailing tokens that always stay.
+        terms: names of `scorers.SCORERS`, joined by +, or as a tuple.
+        combine: "sum" or "max".
+        filters: float32 [H,D], for the term "projection".
+        mean_keys: float32 [H,D], for the term "key_difference".
+        weights: float32 [H,T], a column for each term in order. Ones by default. 0 leaves a term out for that head.
+        means: float32 [H,T], of each term over calibration text.
+        deviations: float32 [H,T], likewise. 0 leaves a term out for that head.
+        rollback: tokens that can be taken back after evictions.
+        use_metal_kernels: True or False; None uses them where they run.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Returns:
+        A static `Eviction`. Without the arrays that its terms need, its `init` raises ValueError.
+
+    Raises:
+        ValueError: a count cannot work; terms or combination are unknown; an array is not finite, does not fit the
+            others, is taken by no term, or would score every row alike.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from velox_fn import fusion
+        >>> ones = mx.ones((2, 1))
+        >>> fusion(budget=256, terms="value_norm", means=ones, deviations=ones).static
+        True
     """
     names = term_names(terms)
     checks.one_of("combine", combine, ("max", "sum"))
@@ -96,7 +118,7 @@ def fusion(
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError(
             f"fusion of {' and '.join(names)} needs {', '.join(missing)}, which come from a calibration: run `velox "
-            "calibrate`, and give what it makes as filters= to install, or --filters"
+            "calibrate`, and give what it makes as calibration= to install, or --calibration"
         )
 
     return dataclasses.replace(at_intervals(plain, interval), init=refuse, params=params)

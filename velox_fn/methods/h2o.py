@@ -1,12 +1,17 @@
 """H2O: keep the rows that attention has looked at most, and the most recent ones.
 
-Source: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (arXiv:2306.14048),
-section 4: a row's score is the attention weight it received, summed over all queries so far.
+A row's score is the attention weight that it received, summed over all queries so far.
 
-Differs from the paper: `grace` recent rows are protected where the paper splits the budget in half; `n_sink` leading
-tokens always stay; a block is scored by all its queries and evicted once; a new row starts with the weight its own
-block gives it; positions stay true unless `renumber=True`, under which attention sees the rows as the authors' code
-places them, without gaps.
+Source: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (arXiv:2306.14048),
+section 4.
+
+Differs from the paper:
+
+- `grace` recent rows are protected. The paper gives them half of the budget.
+- `n_sink` leading tokens always stay.
+- A block is scored by all its queries and evicted from once.
+- A new row starts with the weight that its own block gives it.
+- Positions stay true. With `renumber=True` attention sees the rows without gaps, as in the authors' code.
 """
 
 import dataclasses
@@ -35,13 +40,31 @@ def h2o(
     rope: RopeSpec | Mapping[str, Any] | None = None,
     rope_base: float | None = None,
     interval: int = 1,
-) -> Eviction:
-    """The H2O method.
+) -> Eviction[DynamicState]:
+    """The H2O method: keep the rows that attention has looked at most, and the most recent ones.
 
-    grace: trailing rows that cannot be evicted. renumber: show attention the kept rows at positions
-    offset - n ... offset - 1; needs `rope`, the model's rotary embedding (install reads it), whose base `rope_base`
-    overrides.
-    Raises ValueError on counts that cannot work, when `rope` is missing, or when it has no base to override.
+    Source: arXiv:2306.14048, section 4. Common arguments: see `METHODS`. Scores come from queries [B,H_q,S,D]; without
+    them the keys stand in.
+
+    Args:
+        budget: most rows kept for each KV head, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        grace: trailing tokens that always stay.
+        renumber: show attention the n kept rows at positions offset - n ... offset - 1. Needs `rope`.
+        rope: the model's rotary embedding. `install` reads it.
+        rope_base: takes the place of the rotary embedding's base.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Returns:
+        An `Eviction` that scores by queries.
+
+    Raises:
+        ValueError: a count cannot work, `rope` is missing, or it has no base to replace.
+
+    Example:
+        >>> from velox_fn import h2o
+        >>> h2o(budget=256, grace=32).needs_queries
+        True
     """
     budget, n_sink, grace = checks.row_limits(budget, n_sink, grace, recent_name="grace")
     spec = renumbering(renumber, rope, rope_base)

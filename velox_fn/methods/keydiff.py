@@ -1,16 +1,23 @@
 """KeyDiff: keep the keys that are least like the mean key.
 
-Source: "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained
-Environments" (arXiv:2504.15364), section 3: with the mean m of the cached keys, each of unit norm, a row scores
+With the mean m of the cached keys, each of unit norm, a row scores
 
     s_i = -cos(m, k_i)
 
-Two forms. As in the paper, m is the mean over the cache as it stands (kept rows and the new block), taken anew with
-each call: every score moves. With `mean_keys`, calibrated on text, m is fixed: a row is scored once, and the kept set
-does not depend on how tokens are split into calls.
+There are two forms:
 
-Differs from the paper: `n_sink` leading tokens always stay; `recent` trailing ones may (0 unless asked for); rows that
-are not finite are left out of the mean. A calibrated mean is this project's, not the paper's.
+- As in the paper, m is the mean over the cache as it stands: kept rows and the new block. It is taken anew with each
+  call, so every score moves.
+- With `mean_keys`, calibrated on text, m is fixed. A row is scored once, and the kept set does not depend on how tokens
+  are split into calls. This form is this project's, not the paper's.
+
+Source: "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained
+Environments" (arXiv:2504.15364), section 3.
+
+Differs from the paper:
+
+- `n_sink` leading tokens always stay. `recent` trailing ones may.
+- Rows that are not finite are left out of the mean.
 """
 
 import dataclasses
@@ -38,10 +45,29 @@ def keydiff(
     mean_keys: mx.array | None = None,
     interval: int = 1,
 ) -> Eviction:
-    """The KeyDiff method. `mean_keys`: float32 [H, D], the calibrated mean key direction of each KV head.
+    """The KeyDiff method: keep the keys that are least like the mean key.
 
-    Raises ValueError on counts that cannot work, when `mean_keys` is not a finite 2-D array or is all zeros, or when a
-    rollback is asked for without it: the running mean cannot be taken back.
+    Source: arXiv:2504.15364, section 3.
+
+    Args:
+        budget: most rows kept for each KV head, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        recent: trailing tokens that always stay.
+        rollback: tokens that can be taken back after evictions; with `mean_keys` only.
+        mean_keys: float32 [H,D], the calibrated mean key direction of each KV head.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Returns:
+        An `Eviction`: static with `mean_keys`, else scored anew with every call.
+
+    Raises:
+        ValueError: a count cannot work; `mean_keys` is not a finite 2-D array or is all zeros; or a rollback is asked
+            for without it, since the running mean cannot be taken back.
+
+    Example:
+        >>> from velox_fn import keydiff
+        >>> keydiff(budget=256).static
+        False
     """
     if mean_keys is not None:
         checks.finite_matrix("mean_keys", mean_keys, "[n_kv_heads, head_dim]")

@@ -1,13 +1,16 @@
 """Q-Filters: keep the keys that project highest onto the direction in which a head's queries drift.
 
-Source: "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression" (arXiv:2503.02812), section 3.2.
 A row scores sign * <f_h, k>, where f_h is the head's filter, calibrated offline from queries (`compute_qfilters`, paper
 equation 1).
 
-Differs from the paper: `n_sink` leading tokens always stay; `recent` trailing ones may (0, as in the paper, unless
-asked for); a whole block is evicted once, after it has attended (the kept set is the same in any split); without
-calibrated filters the direction is estimated from the first `calib_tokens` keys, which finds an axis but not the end of
-it that matters: that fallback's sign is arbitrary, and `sign=-1` is a real alternative there.
+Source: "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression" (arXiv:2503.02812), section 3.2.
+
+Differs from the paper:
+
+- `n_sink` leading tokens always stay. `recent` trailing ones may.
+- A block is evicted from once, after it has attended. The kept set is the same however the text is split.
+- Without calibrated filters the direction is estimated from the first `calib_tokens` keys. That finds an axis, but not
+  which end of it matters: the sign of this fallback is arbitrary, and `sign=-1` is a real alternative there.
 """
 
 import dataclasses
@@ -64,10 +67,25 @@ def qfilters_init(
 ) -> QFiltersState:
     """An empty state.
 
-    budget: most rows kept, sinks and recent ones included. filters: float32 [H, D], one per KV head; None takes the
-    key-SVD fallback, which keeps every row, over budget too, until it has seen `calib_tokens` keys.
-    Raises ValueError on counts that cannot work, a sign other than +-1, or filters that are not finite, do not fit the
-    heads, or are zero for one.
+    Args:
+        batch: sequences in lockstep.
+        n_kv_heads: H, KV heads of the layer.
+        head_dim: D, the width of keys.
+        value_dim: D_v, the width of values. None is D.
+        dtype: of the rows: float32, float16 or bfloat16.
+        budget: most rows kept for each KV head, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        recent: trailing tokens that always stay.
+        sign: 1 keeps high projections, -1 low ones.
+        calib_tokens: keys that the fallback estimates a filter from. Until then every row stays, over budget too.
+        filters: float32 [H,D]. None takes the fallback.
+        rollback: tokens that can be taken back after evictions.
+        use_metal_kernels: True or False; None uses them where they run.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Raises:
+        ValueError: a count cannot work, the sign is not 1 or -1, or filters are not finite, do not fit the heads, or
+            are zero for one of them.
     """
     if filters is not None:
         checks.finite_matrix("filters", filters, "[n_kv_heads, head_dim]")
@@ -127,9 +145,20 @@ def qfilters_update(
     queries: mx.array | None = None,
     valid: mx.array | None = None,
 ) -> tuple[QFiltersState, View]:
-    """Take in keys [B,H,S,D] and values [B,H,S,D_v]; `queries` is not used. See `eviction.Update`.
+    """Take a block of S tokens in and evict down to the budget. See `eviction.Update`.
 
-    Raises ValueError when the block does not fit the state.
+    Args:
+        state: of `qfilters_init` or an earlier update.
+        keys: [B,H,S,D].
+        values: [B,H,S,D_v].
+        queries: not used.
+        valid: int32 [B], the real tokens of each sequence. None: all are real.
+
+    Returns:
+        The next state, and the view: the rows kept before the call, followed by the block.
+
+    Raises:
+        ValueError: the block does not fit the state.
     """
     if state.store.span is not None:
         return interval_update(_AT_ONCE, state, keys, values, valid=valid)
@@ -163,8 +192,25 @@ def qfilters(
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
     interval: int = 1,
-) -> Eviction:
-    """The Q-Filters method with these settings; arguments and errors as for `qfilters_init`."""
+) -> Eviction[QFiltersState]:
+    """The Q-Filters method: keep the keys that project highest onto their head's filter.
+
+    Arguments and errors are those of `qfilters_init`.
+
+    Source: arXiv:2503.02812, section 3.2.
+
+    Returns:
+        A static `Eviction`.
+
+    Example:
+        >>> import mlx.core as mx
+        >>> from velox_fn import qfilters
+        >>> method = qfilters(budget=256, filters=mx.ones((2, 8)))
+        >>> state = method.init(batch=1, n_kv_heads=2, head_dim=8)
+        >>> state, view = method.update(state, mx.ones((1, 2, 300, 8)), mx.ones((1, 2, 300, 8)))
+        >>> state.store.offset.item()
+        300
+    """
     settings: dict[str, Any] = {
         "budget": budget,
         "n_sink": n_sink,

@@ -1,7 +1,7 @@
 """Random eviction: keep rows by lot, the floor that any informed method must beat.
 
 A row's score is a hash of (seed, layer, head, position), uniform in [0, 1). It does not depend on what else is in the
-batch or on how the tokens were split into calls, so a run can be repeated and the kept set is chunk-invariant.
+batch, nor on how the tokens were split into calls. So a run can be repeated, and chunks do not change the kept set.
 """
 
 from typing import TypeVar
@@ -12,7 +12,7 @@ from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.select import Scores
-from velox_fn.engine.static import Params, static_eviction
+from velox_fn.engine.static import Params, StaticState, static_eviction
 
 _ALL = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, mx.array)  # an array of uint32
@@ -28,11 +28,32 @@ def random_eviction(
     first_head: int = 0,
     rollback: int = 0,
     interval: int = 1,
-) -> Eviction:
-    """The random method. `layer` makes layers draw apart. ValueError on counts that cannot work.
+) -> Eviction[StaticState]:
+    """The random method: keep rows by lot, the floor that any informed method must beat.
 
-    first_head: the index, among the layer's KV heads, of the first one that this cache holds; not 0 where a model's
-    heads are spread over machines. seed, layer, first_head: whole numbers below 2^32.
+    Source: no paper.
+
+    Args:
+        budget: most rows kept for each KV head, sinks and recent rows included.
+        n_sink: leading tokens that always stay.
+        recent: trailing tokens that always stay.
+        seed: of the draw; a whole number below 2^32, like the next two.
+        layer: the layer's index, so that layers draw apart.
+        first_head: the index, among the layer's KV heads, of the first one that this cache holds. Not 0 where a model's
+            heads are spread over machines.
+        rollback: tokens that can be taken back after evictions.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Returns:
+        A static `Eviction`.
+
+    Raises:
+        ValueError: a count cannot work, or seed, layer or first_head is not below 2^32.
+
+    Example:
+        >>> from velox_fn import random_eviction
+        >>> random_eviction(budget=256, seed=7).settings["seed"]
+        7
     """
     draws = {"seed": seed, "layer": layer, "first_head": first_head}
     draws = {name: checks.whole_number(name, value, 0) for name, value in draws.items()}

@@ -1,14 +1,17 @@
 """SnapKV: keep the rows that the last queries look at, and their neighbours.
 
-Source: "SnapKV: LLM Knows What You are Looking for Before Generation" (arXiv:2404.14469), section 4: the last
-`obs_window` queries of the prompt vote. A row's score is the attention weight it gets from them, summed, then averaged
-over a neighbourhood of `kernel` rows; the window itself stays.
+The last `obs_window` queries vote. A row's score is the attention weight that it gets from them, summed, then averaged
+over a neighbourhood of `kernel` rows. The window's own rows stay.
 
-Differs from the paper: `n_sink` leading tokens always stay; the query heads of a group vote together, for the one KV
-head that they share; and eviction goes on after the prompt, where the paper stops. There the window slides: S new
-queries take S / obs_window off the old sum of votes and add their own, so a prefill block of at least `obs_window`
-queries starts the vote anew, as in the paper, and one token at a time is a moving average. Rows leaving the window keep
-the votes that they got in it.
+Source: "SnapKV: LLM Knows What You are Looking for Before Generation" (arXiv:2404.14469), section 4.
+
+Differs from the paper:
+
+- `n_sink` leading tokens always stay.
+- The query heads of a group vote together, for the one KV head that they share.
+- Eviction goes on after the prompt, where the paper stops. There the window slides: S new queries take S / obs_window
+  off the old sum of votes and add their own. So a block of at least `obs_window` queries starts the vote anew, as in
+  the paper, and single tokens make a moving average. Rows that leave the window keep the votes that they got in it.
 """
 
 import dataclasses
@@ -26,11 +29,31 @@ from velox_fn.engine.observation_window import last_queries
 from velox_fn.engine.rows import temporal_order
 
 
-def snapkv(*, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: int = 5, interval: int = 1) -> Eviction:
-    """The SnapKV method.
+def snapkv(
+    *, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: int = 5, interval: int = 1
+) -> Eviction[DynamicState]:
+    """The SnapKV method: keep the rows that the last queries look at, and their neighbours.
 
-    obs_window: trailing queries that vote, whose rows cannot be evicted. kernel: rows averaged over, an odd number.
-    Raises ValueError on counts that cannot work.
+    Source: arXiv:2404.14469, section 4. Common arguments: see `METHODS`. Scores come from queries [B,H_q,S,D]; without
+    them the keys stand in.
+
+    Args:
+        budget: most rows kept for each KV head, sinks and the window included.
+        n_sink: leading tokens that always stay.
+        obs_window: trailing queries that vote. Their rows always stay.
+        kernel: rows that votes are averaged over, an odd number.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Returns:
+        An `Eviction` that scores by queries.
+
+    Raises:
+        ValueError: a count cannot work, or `kernel` is even.
+
+    Example:
+        >>> from velox_fn import snapkv
+        >>> snapkv(budget=256, obs_window=16).needs_queries
+        True
     """
     obs_window = checks.whole_number("obs_window", obs_window, 1)
     kernel = checks.whole_number("kernel", kernel, 1)

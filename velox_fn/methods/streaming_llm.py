@@ -1,10 +1,15 @@
 """StreamingLLM: keep the first tokens and the last ones.
 
-Source: "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453), section 3.2: `n_sink` leading
-tokens and the most recent `budget - n_sink` stay, so all rows score alike, and among equals the newest is best.
+`n_sink` leading tokens and the most recent `budget - n_sink` stay. All rows score alike, and among equals the newest is
+best.
 
-Differs from the paper: a whole block attends to all kept rows before any leaves; positions stay true unless
-`renumber=True`, under which attention sees the rows as the paper places them, without a gap between sinks and window.
+Source: "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453), section 3.2.
+
+Differs from the paper:
+
+- A block attends to all kept rows before any leaves.
+- Positions stay true. With `renumber=True` attention sees the rows as the paper places them, without a gap between
+  sinks and window.
 """
 
 import dataclasses
@@ -31,11 +36,29 @@ def streaming_llm(
     rope: RopeSpec | Mapping[str, Any] | None = None,
     rollback: int = 0,
     interval: int = 1,
-) -> Eviction:
-    """The StreamingLLM method.
+) -> Eviction[StaticState]:
+    """The StreamingLLM method: keep the first tokens and the last ones.
 
-    renumber: show attention the kept rows at positions offset - n ... offset - 1; needs `rope`, the model's rotary
-    embedding (install reads it). Raises ValueError on counts that cannot work, or when `rope` is missing.
+    Source: arXiv:2309.17453, section 3.2. Common arguments: see `METHODS`.
+
+    Args:
+        budget: rows kept, sinks included.
+        n_sink: leading tokens that always stay.
+        renumber: show attention the n kept rows at positions offset - n ... offset - 1. Needs `rope`.
+        rope: the model's rotary embedding. `install` reads it.
+        rollback: tokens that can be taken back after evictions.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Returns:
+        A static `Eviction`.
+
+    Raises:
+        ValueError: a count cannot work, or `rope` is missing.
+
+    Example:
+        >>> from velox_fn import streaming_llm
+        >>> streaming_llm(budget=256).static
+        True
     """
     spec = renumbering(renumber, rope)
     plain = static_eviction(

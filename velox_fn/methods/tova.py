@@ -1,11 +1,15 @@
 """TOVA: keep the rows that the last query looks at most.
 
-Source: "Transformers are Multi-State RNNs" (arXiv:2401.06104), section 3.2: a row's score is the attention weight that
-the newest query gives it, averaged over the heads of the layer; all heads keep the same tokens.
+A row's score is the attention weight that the newest query gives it, averaged over the heads of the layer. All heads
+keep the same tokens.
 
-Differs from the paper: a block is scored by its last query and evicted once, where the paper goes token by token;
-`n_sink` leading tokens always stay (a token is not protected for being new, as in the paper); a row that is not finite
-in one head leaves all of them.
+Source: "Transformers are Multi-State RNNs" (arXiv:2401.06104), section 3.2.
+
+Differs from the paper:
+
+- A block is scored by its last query and evicted from once. The paper goes token by token.
+- `n_sink` leading tokens always stay. As in the paper, a token is not protected for being new.
+- A row that is not finite in one head leaves all of them.
 """
 
 import dataclasses
@@ -20,8 +24,27 @@ from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.observation_window import last_queries
 
 
-def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction:
-    """The TOVA method. ValueError on counts that cannot work."""
+def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction[DynamicState]:
+    """The TOVA method: keep the rows that the last query looks at most, the same in all heads.
+
+    Source: arXiv:2401.06104, section 3.2.
+
+    Args:
+        budget: most rows kept, the same ones for all heads, sinks included.
+        n_sink: leading tokens that always stay.
+        interval: rows leave only at multiples of it (`at_intervals`).
+
+    Returns:
+        An `Eviction` that scores by queries.
+
+    Raises:
+        ValueError: a count cannot work.
+
+    Example:
+        >>> from velox_fn import tova
+        >>> tova(budget=256).needs_queries
+        True
+    """
     budget, n_sink, _ = checks.row_limits(budget, n_sink, 0)
 
     init = dynamic_init(budget=budget, n_sink=n_sink, recent=0)

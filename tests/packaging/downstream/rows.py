@@ -7,7 +7,7 @@ import mlx.core as mx
 
 import velox_cache
 import velox_fn
-from velox_fn import Eviction, QFiltersState, arrays, kept_bytes, kept_positions, kv, with_arrays
+from velox_fn import DynamicState, Eviction, QFiltersState, State, arrays, kept_bytes, kept_positions, kv, with_arrays
 
 assert_type(velox_fn.__version__, str)
 assert_type(velox_cache.__version__, str)
@@ -37,12 +37,43 @@ def steps(block: tuple[mx.array, mx.array], filters: mx.array, budget: int) -> Q
     state = velox_fn.qfilters_init(keys.shape[0], keys.shape[1], keys.shape[-1], budget=budget, filters=filters)
     state, _ = velox_fn.qfilters_update(state, keys, values)
     assert_type(state, QFiltersState)
+    assert_type(velox_fn.qfilters(budget=budget, filters=filters).init(1, 4, 16), QFiltersState)
     assert_type(state.store.offset, mx.array)
     assert_type(state.store.most_kept, int)
     return state
 
 
-def attended(keys: mx.array, values: mx.array, cache: velox_cache.EvictingKVCache) -> mx.array:
+def compiled_steps(block: tuple[mx.array, mx.array], budget: int) -> DynamicState:
+    """H2O token by token, compiled: methods, states and steps are typed by the class of the state."""
+    method = velox_fn.h2o(budget=budget)
+    assert_type(method, Eviction[DynamicState])
+    step = velox_fn.compiled(method.update)
+    keys, values = block
+    state = method.init(keys.shape[0], keys.shape[1], keys.shape[-1])
+    assert_type(state, DynamicState)
+    for t in range(keys.shape[2]):
+        token = keys[:, :, t : t + 1]
+        state, view = step(state, token, values[:, :, t : t + 1], queries=token)
+        assert_type(view, tuple[mx.array, mx.array])
+    assert_type(state, DynamicState)
+    return state
+
+
+def kept_of(cache: velox_cache.EvictingKVCache) -> mx.array | None:
+    """The positions that a cache keeps."""
+    assert_type(cache.record, State | None)
+    return None if cache.record is None else kept_positions(cache.record)
+
+
+def saved(caches: list[velox_cache.EvictingKVCache]) -> str:
+    """What they take, as a table."""
+    found = velox_cache.summary(caches)
+    assert_type(found.ratio, float)
+    assert_type(found.layers[0].rows, int | None)
+    return str(found)
+
+
+def attended(keys: mx.array, values: mx.array, cache: velox_cache.KVCache) -> mx.array:
     """Attention of a layer of one's own: it takes a cache as mlx_lm's layers do."""
     keys, values = cache.update_and_fetch(keys, values)
     return mx.softmax(keys @ keys.swapaxes(-1, -2), axis=-1) @ values

@@ -16,6 +16,9 @@ assert recent[0, 0].tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
 assert small.shape == (1, 2, BUDGET)
 assert rows.steps(block, mx.ones((4, 16)), BUDGET).store.most_kept == BUDGET
 assert rows.fed(rows.factories()["l2norm"](budget=BUDGET), block).offset == 20
+assert rows.compiled_steps(block, 2 * BUDGET + 8).store.seen_by_all == 20
+assert "l2norm" in rows.saved([rows.fed(rows.factories()["l2norm"](budget=BUDGET), block)])
+assert rows.kept_of(rows.fed(rows.factories()["l2norm"](budget=BUDGET), block)) is not None
 
 model = llama.Model(
     llama.ModelArgs(

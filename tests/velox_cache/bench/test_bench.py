@@ -15,7 +15,7 @@ from velox_cache.bench.operations import Plan, decode_over_budget, prefill, sele
 from velox_cache.bench.report import Report, changes, read, write
 from velox_cache.bench.rounds import Comparison, Timing, compare
 from velox_cache.cli.main import main
-from velox_cache.installation.installing import InstalledCaches
+from velox_cache.installation.installed import InstalledCaches
 from velox_fn import METHODS
 
 SMALL = Shape(n_kv_heads=2, head_dim=8)

@@ -229,7 +229,7 @@ def test_a_batch_size_that_changes_is_refused():
 
 def test_a_merged_batch_refuses_another_number_of_rows():
     batch = EvictingKVCache.merge([cache(), cache()])
-    with pytest.raises(ValueError, match="a batch of 2 rows, got keys for 3"):
+    with pytest.raises(ValueError, match="a batch of 2 sequences, got keys for 3"):
         batch.update_and_fetch(*block(4, batch=3))
 
 
@@ -242,7 +242,7 @@ def test_filters_of_another_layout_are_refused_at_the_first_update():
 
 def test_lengths_for_another_number_of_rows_are_refused():
     batch = EvictingKVCache.merge([cache(), cache()])
-    with pytest.raises(ValueError, match="3 entries for a batch of 2 rows"):
+    with pytest.raises(ValueError, match="3 entries for a batch of 2 sequences"):
         batch.prepare(lengths=[3, 2, 1], right_padding=[0, 1, 2])
 
 

@@ -60,7 +60,7 @@ def furthest(batched: list[list[mx.array]], alone: list[list[mx.array]]) -> floa
 @pytest.mark.parametrize("method", METHODS)
 def test_ragged_batch_generates_what_each_prompt_does_alone(method: str, tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model(vocab_size=VOCABULARY)
-    vc.install(model, method, budget=BUDGET, filters=needed_calibration(method))
+    vc.install(model, method, budget=BUDGET, calibration=needed_calibration(method))
     max_tokens = [20, 10, 25, 15]
     tokens, caches, logprobs = generated(model, PROMPTS, max_tokens)
     alone = [generated(model, [one], [count]) for one, count in zip(PROMPTS, max_tokens, strict=True)]

@@ -40,7 +40,7 @@ def left_by_all():
     return batch
 
 
-def test_a_batch_that_all_rows_have_left_answers_as_one_that_holds_nothing(left_by_all):
+def test_a_batch_that_all_sequences_have_left_answers_as_one_that_holds_nothing(left_by_all):
     batch = left_by_all
     assert (batch.size(), batch.nbytes, batch.tokens_seen, batch.tokens_kept, batch.kept_bytes) == (0, 0, 0, 0, 0)
     assert (batch.full_seq_bytes, batch.compression_ratio) == (0, 1.0)
@@ -56,15 +56,15 @@ def test_a_batch_that_all_rows_have_left_answers_as_one_that_holds_nothing(left_
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda batch: batch.update_and_fetch(*block(1)), "no row is left"),
-        (lambda batch: batch.make_mask(1), "no row is left"),
-        (lambda batch: batch.make_mask(4, return_array=True), "no row is left"),
-        (lambda batch: batch.extract(0), "idx must name one of the 0 rows"),
-        (lambda batch: batch.filter([0]), r"batch_indices\[0\] must name one of the 0 rows"),
-        (lambda batch: batch.prepare(lengths=[3], right_padding=[1]), "1 entries for a batch of 0 rows"),
+        (lambda batch: batch.update_and_fetch(*block(1)), "no sequence is left"),
+        (lambda batch: batch.make_mask(1), "no sequence is left"),
+        (lambda batch: batch.make_mask(4, return_array=True), "no sequence is left"),
+        (lambda batch: batch.extract(0), "idx must name one of the 0 sequences"),
+        (lambda batch: batch.filter([0]), r"batch_indices\[0\] must name one of the 0 sequences"),
+        (lambda batch: batch.prepare(lengths=[3], right_padding=[1]), "1 entries for a batch of 0 sequences"),
     ],
 )
-def test_a_batch_that_all_rows_have_left_says_what_it_cannot_do(left_by_all, call, says):
+def test_a_batch_that_all_sequences_have_left_says_what_it_cannot_do(left_by_all, call, says):
     with pytest.raises(ValueError, match=says):
         call(left_by_all)
 
@@ -98,7 +98,7 @@ def test_lengths_that_are_no_counts_are_refused(lengths):
         batch.prepare(lengths=lengths, right_padding=[3, 0])
 
 
-def test_a_batch_takes_its_method_from_its_rows():
+def test_a_batch_takes_its_method_from_its_sequences():
     with pytest.raises(ValueError, match="at least one cache"):
         EvictingKVCache.merge([])
 

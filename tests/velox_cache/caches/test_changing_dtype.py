@@ -41,7 +41,7 @@ def decoded(model: nn.Module, caches: Sequence[Any], logits: mx.array, n_tokens:
 def test_tokens_after_float32_embeddings_are_the_plain_caches(model: nn.Module, method: str) -> None:
     plain = make_prompt_cache(model)
     expected = decoded(model, plain, prefilled(model, plain, mx.float32))
-    vc.install(model, method, budget=64, filters=needed_calibration(method))
+    vc.install(model, method, budget=64, calibration=needed_calibration(method))
     caches = make_prompt_cache(model)
     assert decoded(model, caches, prefilled(model, caches, mx.float32)) == expected
     assert [rows.dtype for rows in kv(caches[0].record)] == [plain[0].keys.dtype, plain[0].values.dtype]
@@ -50,7 +50,7 @@ def test_tokens_after_float32_embeddings_are_the_plain_caches(model: nn.Module, 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("first", [mx.float32, mx.bfloat16], ids=str)
 def test_rows_keep_the_first_dtype_over_budget(model: nn.Module, method: str, first: mx.Dtype) -> None:
-    vc.install(model, method, budget=40, filters=calibration_for(method_named(method), random_calibration()))
+    vc.install(model, method, budget=40, calibration=calibration_for(method_named(method), random_calibration()))
     caches = make_prompt_cache(model)
     prefilled(model, caches, first)
     for then in (mx.bfloat16, mx.float32):
@@ -73,7 +73,7 @@ def test_a_batch_has_the_dtype_of_its_first_row_as_the_plain_one(
 
     expected, plain = run(KVCache.merge)
     assert isinstance(plain, BatchKVCache)
-    vc.install(model, method, budget=64, filters=needed_calibration(method))
+    vc.install(model, method, budget=64, calibration=needed_calibration(method))
     found, batch = run(vc.EvictingKVCache.merge)
     assert found == expected
     assert [rows.dtype for rows in kv(batch.record)] == [plain.keys.dtype, plain.values.dtype]

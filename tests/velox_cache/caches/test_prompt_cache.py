@@ -25,7 +25,7 @@ HERE = str(Path(__file__).parents[1])
 
 
 def used_caches(model: nn.Module, method: str = "qfilters", budget: int = 40, **settings: Any) -> list[Any]:
-    vc.install(model, method, budget=budget, filters=needed_calibration(method), **settings)
+    vc.install(model, method, budget=budget, calibration=needed_calibration(method), **settings)
     caches = make_prompt_cache(model)
     model(PROMPT, cache=caches)
     return caches

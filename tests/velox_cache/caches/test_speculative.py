@@ -78,7 +78,7 @@ def test_every_round_leaves_the_state_of_the_accepted_tokens(
 ) -> None:
     model, draft = tiny_model(), tiny_model(seed=1)
     for one in (model, draft):
-        vc.install(one, method, budget=32, rollback=num_draft_tokens, filters=needed_calibration(method))
+        vc.install(one, method, budget=32, rollback=num_draft_tokens, calibration=needed_calibration(method))
     caches, draft_caches = replayed(model), replayed(draft)
     tokens = list(
         drafted(
@@ -98,10 +98,10 @@ def test_every_round_leaves_the_state_of_the_accepted_tokens(
 def test_calibrated_filters_with_rollback_hold_too_and_over_300_tokens(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model()
     filters = [mx.random.normal((2, 8), key=mx.random.key(layer)) for layer in range(2)]
-    calibration = vc.QFiltersCalibration(filters, model_id="tiny", n_samples=1, dataset="random")
-    vc.install(model, budget=32, rollback=4, filters=calibration)
+    calibration = vc.Calibration(filters, model_id="tiny", n_samples=1, dataset="random")
+    vc.install(model, budget=32, rollback=4, calibration=calibration)
     rough = tiny_model(seed=1)
-    vc.install(rough, budget=32, rollback=4, filters=calibration)
+    vc.install(rough, budget=32, rollback=4, calibration=calibration)
     caches = replayed(model)
     list(drafted(model, rough, 400, PROMPT, num_draft_tokens=4, prompt_cache=caches + make_prompt_cache(rough)))
     assert all(cache.rounds_compared_after_eviction > 70 for cache in caches)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import calibrate, collect_query_activations, sign_agreement
 from velox_fn.directions.query_gram import average_gqa_filters, compute_qfilters
 
@@ -202,7 +202,7 @@ def drifting_model(tiny_model):
 
 
 def turned(calibration):
-    return QFiltersCalibration([None if f is None else -f for f in calibration.filters])
+    return Calibration([None if f is None else -f for f in calibration.filters])
 
 
 def test_filters_of_the_right_sign_agree(drifting_model, tokenizer):
@@ -218,7 +218,7 @@ def test_wrong_sign_is_detected_on_a_calibration_text(drifting_model, tokenizer)
 
 def test_half_wrong_signs_warn(drifting_model, tokenizer):
     first, second = calibrate(drifting_model, tokenizer, [TEXT], progress=False).filters
-    mixed = QFiltersCalibration([first, second * mx.array([[1.0], [-1.0]])])
+    mixed = Calibration([first, second * mx.array([[1.0], [-1.0]])])
     with pytest.warns(UserWarning, match="only 75%"):
         assert sign_agreement(mixed, drifting_model, tokenizer, TEXT) == 0.75
 
@@ -228,4 +228,4 @@ def test_half_wrong_signs_warn(drifting_model, tokenizer):
 )
 def test_filters_of_another_layout_are_refused(drifting_model, tokenizer, filters):
     with pytest.raises(ValueError, match="made for another model"):
-        sign_agreement(QFiltersCalibration(filters), drifting_model, tokenizer, TEXT)
+        sign_agreement(Calibration(filters), drifting_model, tokenizer, TEXT)

@@ -107,7 +107,7 @@ def test_an_empty_prompt_is_refused(refused):
 
 
 def test_a_missing_output_folder_is_refused_before_the_model_loads(refused, tmp_path):
-    assert "missing" in refused("calibrate", "smollm2-135m", "-o", str(tmp_path / "missing" / "filters.npz"))
+    assert "missing" in refused("calibrate", "smollm2-135m", "-o", str(tmp_path / "missing" / "calibration.npz"))
 
 
 def test_a_file_that_is_no_artifact_is_refused(refused, tmp_path):
@@ -195,7 +195,7 @@ def test_a_repository_is_left_to_mlx_lm():
 
 def test_calibrate_then_inspect(tiny_model, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibrate_command, "load_model", lambda model, shard: (tiny_model(), tokenizer))
-    text, filters = tmp_path / "text.txt", tmp_path / "filters.npz"
+    text, filters = tmp_path / "text.txt", tmp_path / "calibration.npz"
     text.write_text("All work and no play makes a dull text. " * 20)
     words = ["calibrate", "owner/tiny", "-o", str(filters), "--text", str(text), "--max-tokens", "300"]
     assert main(words) == 0
@@ -207,14 +207,14 @@ def test_calibrate_then_inspect(tiny_model, tokenizer, tmp_path, monkeypatch, ca
 
 def test_calibrate_searches_weights_and_says_what_came_of_it(tiny_model, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibrate_command, "load_model", lambda model, shard: (tiny_model(), tokenizer))
-    text, filters = tmp_path / "text.txt", tmp_path / "filters.npz"
+    text, filters = tmp_path / "text.txt", tmp_path / "calibration.npz"
     text.write_text("All work and no play makes a dull text. " * 150)
     words = ["calibrate", "owner/tiny", "-o", str(filters), "--text", str(text), "--max-tokens", "300"]
     assert main([*words, "--search-weights", "0.01"]) == 0
     assert "KL to the full cache" in capsys.readouterr().out
-    before = json.loads((tmp_path / "filters.npz.search.json").read_text())["steps"]
+    before = json.loads((tmp_path / "calibration.npz.search.json").read_text())["steps"]
     assert main([*words, "--search-weights", "0.01"]) == 0
-    assert json.loads((tmp_path / "filters.npz.search.json").read_text())["steps"] >= before
+    assert json.loads((tmp_path / "calibration.npz.search.json").read_text())["steps"] >= before
 
 
 def test_text_that_is_not_utf8_is_refused(tmp_path, monkeypatch, refused):
@@ -247,10 +247,10 @@ def test_an_unknown_setting_is_refused_with_the_known_ones(smollm2_path, method,
 def test_filters_of_another_model_are_refused(smollm2_path, tmp_path, refused):
     import mlx.core as mx
 
-    from velox_cache import QFiltersCalibration, save_qfilters
+    from velox_cache import Calibration, save_calibration
 
-    save_qfilters(QFiltersCalibration([mx.ones((3, 64))] * 30, model_id="another"), tmp_path / "filters.npz")
-    words = ("generate", str(smollm2_path), "--prompt", "x", "--filters", str(tmp_path / "filters.npz"))
+    save_calibration(Calibration([mx.ones((3, 64))] * 30, model_id="another"), tmp_path / "calibration.npz")
+    words = ("generate", str(smollm2_path), "--prompt", "x", "--calibration", str(tmp_path / "calibration.npz"))
     assert "another" in refused(*words)
 
 

@@ -30,7 +30,7 @@ def test_progress_is_told_also_while_nothing_is_reported(capsys, monkeypatch, te
 
 
 def test_the_next_steps_can_be_typed():
-    generate, compare, python = demo.next_steps("smollm2-135m", "/tmp/filters.npz", 512)
+    generate, compare, python = demo.next_steps("smollm2-135m", "/tmp/calibration.npz", 512)
     for line in (generate, compare):
         program, command, *words = shlex.split(line, comments=True)
         assert program == "velox"
@@ -42,7 +42,7 @@ def test_a_demo_ends_with_its_table_and_three_next_steps(tiny_model, letters_dem
     assert main(["demo", "--model", "owner/tiny", "--budgets", "24,16", "--calibration-tokens", "200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(label in line for line in lines for label in ("full cache", "Fusion, ", "StreamingLLM, ")) == 5
-    assert lines[-3:] == demo.next_steps("owner/tiny", str(letters_demo / "filters" / "owner--tiny.npz"), 24)
+    assert lines[-3:] == demo.next_steps("owner/tiny", str(letters_demo / "calibrations" / "owner--tiny.npz"), 24)
 
 
 @pytest.fixture

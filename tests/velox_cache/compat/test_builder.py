@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache
 
-from velox_cache import EvictingKVCache, KVCacheBuilder, KVCacheConfig, QFiltersCalibration
+from velox_cache import Calibration, EvictingKVCache, KVCacheBuilder, KVCacheConfig
 
 H, D = 2, 8
 
 
 def calibration(n_layers=2, heads=H, dim=D):
-    return QFiltersCalibration([mx.eye(max(heads, dim))[:heads, :dim]] * n_layers, model_id="tiny")
+    return Calibration([mx.eye(max(heads, dim))[:heads, :dim]] * n_layers, model_id="tiny")
 
 
 def test_one_cache_per_layer_with_the_settings_of_the_config(tiny_model):
@@ -29,7 +29,7 @@ def test_caches_are_fresh_at_each_call(tiny_model):
 def test_a_calibration_reaches_the_caches_layer_by_layer(tiny_model):
     drawn = [mx.array(np.random.default_rng(i).standard_normal((H, D)).astype(np.float32)) for i in range(2)]
     filters = [layer / mx.linalg.norm(layer, axis=-1, keepdims=True) for layer in drawn]
-    caches = KVCacheBuilder.for_model(tiny_model(), KVCacheConfig(), QFiltersCalibration(filters, model_id="tiny"))
+    caches = KVCacheBuilder.for_model(tiny_model(), KVCacheConfig(), Calibration(filters, model_id="tiny"))
     for cache, layer in zip(caches, filters, strict=True):
         np.testing.assert_array_equal(np.array(cache.method.params["filters"]), np.array(layer))
 

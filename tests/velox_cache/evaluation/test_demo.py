@@ -10,7 +10,7 @@ from velox_cache import calibrate
 from velox_cache.calibration.texts import calibration_texts, filler_text, held_out_text
 from velox_cache.evaluation import Arm
 from velox_cache.evaluation.demo import Workload, compare_arms, comparison_work, default_arms, results_table
-from velox_cache.installation.installing import InstalledCaches
+from velox_cache.installation.installed import InstalledCaches
 from velox_fn.registry import METHODS
 
 SMALL = Workload(n_filler=60, n_answer=6, n_context=40, n_scored=10)

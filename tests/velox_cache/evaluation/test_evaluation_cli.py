@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from letters import Letters
 
-from velox_cache import calibrate, save_qfilters
+from velox_cache import calibrate, save_calibration
 from velox_cache.cli import compare as compare_command
-from velox_cache.cli import eval as eval_command
+from velox_cache.cli import eval_costs, eval_queries, eval_readings
 from velox_cache.cli.main import main
 
 
 @pytest.fixture
 def place(tmp_path, tiny_model, monkeypatch):
     """A folder with a model, its filters and a text."""
-    for command in (compare_command, eval_command):
+    for command in (compare_command, eval_costs, eval_queries, eval_readings):
         monkeypatch.setattr(command, "load_model", lambda name: (tiny_model(), Letters()))
     model_folder = tmp_path / "tiny"
     model_folder.mkdir()
@@ -23,7 +23,7 @@ def place(tmp_path, tiny_model, monkeypatch):
     text = "".join(map(chr, np.random.default_rng(0).integers(97, 122, size=900)))
     (tmp_path / "text.txt").write_text(text)
     filters = calibrate(tiny_model(), Letters(), [text], model_id="tiny", progress=False)
-    save_qfilters(filters, tmp_path / "filters.npz")
+    save_calibration(filters, tmp_path / "calibration.npz")
     return tmp_path
 
 
@@ -31,7 +31,7 @@ def compare(place, *options):
     out = place / "out"
     status = main(
         [
-            *("--traceback", "compare", str(place / "tiny"), "--filters", str(place / "filters.npz")),
+            *("--traceback", "compare", str(place / "tiny"), "--calibration", str(place / "calibration.npz")),
             *("--kinds", "prose,code", "--contexts", "1", "--length", "400", "--continuation", "6"),
             *("--tasks", "needle", "--traces", "0", "--ceilings", "oracle", "--rows", str(place / "rows")),
             *("--methods", "qfilters,qfilters:calibrated=false:calib_tokens=16,h2o", "--shares", "1/4,1/8"),
@@ -102,7 +102,15 @@ def test_the_two_halves_do_not_share_a_folder(place):
 )
 def test_compare_refuses_what_it_cannot_do(place, capsys, options, message):
     status = main(
-        ["compare", str(place / "tiny"), "--filters", str(place / "filters.npz"), "--out", str(place / "o"), *options]
+        [
+            "compare",
+            str(place / "tiny"),
+            "--calibration",
+            str(place / "calibration.npz"),
+            "--out",
+            str(place / "o"),
+            *options,
+        ]
     )
     assert status == 2
     assert message in capsys.readouterr().err
@@ -112,10 +120,10 @@ def test_compare_refuses_what_it_cannot_do(place, capsys, options, message):
     ("kind", "options", "shown"),
     [
         ("anisotropy", [], "8"),
-        ("attention", ["--filters", "filters.npz"], "qfilters"),
+        ("attention", ["--calibration", "calibration.npz"], "qfilters"),
         ("perplexity", ["--method", "l2norm", "--budget", "24", "--scored", "8"], "24"),
         ("fidelity", ["--method", "h2o", "--budget", "24", "--scored", "8"], "h2o"),
-        ("recency", ["--filters", "filters.npz", "--budget", "64", "--scored", "8"], "recent=56"),
+        ("recency", ["--calibration", "calibration.npz", "--budget", "64", "--scored", "8"], "recent=56"),
         ("memory", ["--method", "streaming_llm", "--budget", "24"], "full cache"),
     ],
 )

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from velox_cache.calibration.artifact import QFiltersCalibration
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.evaluation.anisotropy import anisotropy, head_anisotropy
 from velox_cache.evaluation.attention import ScorerCorrelation, default_scorers, score_attention
 from velox_cache.evaluation.prefill import prefill_in_chunks
@@ -62,7 +62,7 @@ def test_a_score_that_is_the_attention_correlates_perfectly(tiny_model, tokenize
         layer.self_attn.q_proj.bias = mx.random.normal((32,), key=mx.random.key(1))
     filters = [layer.self_attn.q_proj.bias.reshape(4, 8) for layer in model.model.layers]
     text = "".join(map(chr, np.random.default_rng(2).integers(97, size=120)))
-    scorers = default_scorers(QFiltersCalibration(filters))
+    scorers = default_scorers(Calibration(filters))
     found = {one.scorer: one for one in score_attention(model, tokenizer, text, scorers, n_tokens=120)}
     assert found["qfilters"].per_head.shape == (2, 4)
     assert found["qfilters"].mean > 0.5

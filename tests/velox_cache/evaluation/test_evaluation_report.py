@@ -9,7 +9,7 @@ import pytest
 from velox_cache.evaluation.compare import Row
 from velox_cache.evaluation.figures import save_figures
 from velox_cache.evaluation.markdown import to_markdown
-from velox_cache.evaluation.paired import bootstrap, difference, ratio
+from velox_cache.evaluation.paired import bootstrap, difference, mean_ratio, ratio
 from velox_cache.evaluation.report import best_group, by_context, summary, tasks_that_count, to_json
 from velox_cache.evaluation.traces import TRACES, distinct_share, make_trace
 
@@ -41,6 +41,12 @@ def test_a_ratio_is_that_of_the_means():
 def test_ratios_of_several_budgets_are_averaged_geometrically():
     found = ratio([[1.0] * 5, [8.0] * 5], [[4.0] * 5, [4.0] * 5])
     assert (found.value, found.low, found.high) == (pytest.approx((0.25 * 2.0) ** 0.5),) * 3
+
+
+def test_every_context_weighs_the_same_in_a_mean_of_ratios():
+    found = mean_ratio(np.abs(ONE), np.abs(OTHER))
+    assert found.value == pytest.approx(np.exp(np.mean(np.log(np.abs(ONE)) - np.log(np.abs(OTHER)))))
+    assert mean_ratio([1.0, 4.0, 1.0, 4.0], [4.0, 1.0, 4.0, 1.0]).value == pytest.approx(1)
 
 
 def test_a_pairing_shares_its_draws():
@@ -123,8 +129,8 @@ def test_the_tables_mark_what_the_interval_says():
     assert "| good | 1/4 | **0.135** | **0.135** |" in table
     assert "| streaming_llm | 1/4 | 0.435 | 0.435 |" in table
     assert "| *oracle* (ceiling) | 1/4 | 0.010 | 0.010 |" in table
-    assert "so not counted: two_hop 0%" in table
-    assert "| streaming_llm | 1.00 [1.00, 1.00] | 50% [" in table
+    assert "which do not count: two_hop 0%" in table
+    assert "| streaming_llm | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] | 50% [" in table
     assert "| good | 1/4 | 0.100 |" in table
 
 

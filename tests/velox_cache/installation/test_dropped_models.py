@@ -89,7 +89,7 @@ def test_calibrated_model_is_freed_without_the_collector(
     tiny_model: Callable[..., nn.Module], tokenizer: object, no_collector: None
 ) -> None:
     model = tiny_model()
-    install(model, "qfilters", budget=16, filters=calibrate(model, tokenizer, [TEXT], progress=False))
+    install(model, "qfilters", budget=16, calibration=calibrate(model, tokenizer, [TEXT], progress=False))
     alive = weakref.ref(model)
     del model
     assert alive() is None

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from velox_cache import EvictingKVCache, QFiltersCalibration, install, save_qfilters, uninstall
+from velox_cache import Calibration, EvictingKVCache, install, save_calibration, uninstall
 from velox_fn import kept_positions
 
 N_LAYERS, H, D = 2, 2, 8
@@ -17,9 +17,7 @@ N_LAYERS, H, D = 2, 2, 8
 def calibration(n_layers=N_LAYERS, heads=H, dim=D, model_id="tiny"):
     rng = np.random.default_rng(0)
     drawn = rng.standard_normal((n_layers, heads, dim)).astype(np.float32)
-    return QFiltersCalibration(
-        [mx.array(layer / np.linalg.norm(layer, axis=-1, keepdims=True)) for layer in drawn], model_id
-    )
+    return Calibration([mx.array(layer / np.linalg.norm(layer, axis=-1, keepdims=True)) for layer in drawn], model_id)
 
 
 def generated(model, prompt, n_tokens=12, **options):
@@ -32,7 +30,7 @@ PROMPT = np.random.default_rng(3).integers(0, 97, 60).tolist()
 
 def test_a_prompt_cache_is_bounded_in_every_layer(tiny_model):
     model = tiny_model()
-    install(model, "qfilters", budget=16, filters=calibration())
+    install(model, "qfilters", budget=16, calibration=calibration())
     caches = make_prompt_cache(model)
     n_generated = len(generated(model, PROMPT, prompt_cache=caches))
     assert [(type(cache), cache.size()) for cache in caches] == [(EvictingKVCache, 16)] * N_LAYERS
@@ -42,7 +40,7 @@ def test_a_prompt_cache_is_bounded_in_every_layer(tiny_model):
 @pytest.mark.parametrize("prefill_step_size", [2048, 64], ids=["at once", "chunked"])
 def test_offset_is_320_after_200_tokens_of_prefill_and_120_of_decode(tiny_model, prefill_step_size):
     model = tiny_model()
-    install(model, "qfilters", budget=64, filters=calibration())
+    install(model, "qfilters", budget=64, calibration=calibration())
     caches = make_prompt_cache(model)
     for start in range(0, 200, prefill_step_size):
         model(mx.array([(PROMPT * 4)[start : min(start + prefill_step_size, 200)]]), cache=caches)
@@ -54,21 +52,21 @@ def test_offset_is_320_after_200_tokens_of_prefill_and_120_of_decode(tiny_model,
 def test_layers_get_their_own_filters(tiny_model):
     model = tiny_model()
     filters = calibration()
-    install(model, "qfilters", budget=16, filters=filters)
+    install(model, "qfilters", budget=16, calibration=filters)
     for cache, own in zip(model.make_cache(), filters.filters, strict=True):
         np.testing.assert_array_equal(np.array(cache.method.params["filters"]), np.array(own))
 
 
 def test_filters_can_be_given_by_the_path_of_their_file(tiny_model, tmp_path):
-    save_qfilters(calibration(), tmp_path / "filters.npz")
+    save_calibration(calibration(), tmp_path / "calibration.npz")
     model = tiny_model()
-    install(model, "qfilters", budget=16, filters=tmp_path / "filters.npz")
+    install(model, "qfilters", budget=16, calibration=tmp_path / "calibration.npz")
     assert "filters" in model.make_cache()[0].method.params
 
 
 def test_each_prompt_gets_fresh_caches(tiny_model):
     model = tiny_model()
-    install(model, "qfilters", budget=16, filters=calibration())
+    install(model, "qfilters", budget=16, calibration=calibration())
     first = generated(model, PROMPT)
     generated(model, PROMPT[::-1] * 2)
     assert generated(model, PROMPT) == first
@@ -77,7 +75,7 @@ def test_each_prompt_gets_fresh_caches(tiny_model):
 def test_a_budget_as_long_as_the_text_changes_nothing(tiny_model):
     model = tiny_model()
     plain = generated(model, PROMPT)
-    install(model, "qfilters", budget=80, filters=calibration())
+    install(model, "qfilters", budget=80, calibration=calibration())
     assert generated(model, PROMPT) == plain
 
 
@@ -104,7 +102,7 @@ def test_the_report_says_things_once_and_not_per_layer(tiny_model):
 def test_uninstall_gives_the_model_its_own_caches_back(tiny_model):
     model = tiny_model()
     plain = generated(model, PROMPT)
-    install(model, "qfilters", budget=16, filters=calibration())
+    install(model, "qfilters", budget=16, calibration=calibration())
     uninstall(model)
     assert [type(cache) for cache in make_prompt_cache(model)] == [KVCache] * N_LAYERS
     assert generated(model, PROMPT) == plain
@@ -170,7 +168,7 @@ def test_recent_is_three_quarters_of_the_budget_unless_told_otherwise(tiny_model
 
 def test_recent_tokens_survive_generation(tiny_model):
     model = tiny_model()
-    install(model, "qfilters", budget=16, recent=4, filters=calibration())
+    install(model, "qfilters", budget=16, recent=4, calibration=calibration())
     caches = make_prompt_cache(model)
     generated(model, PROMPT, prompt_cache=caches)
     for cache in caches:
@@ -213,10 +211,10 @@ def test_a_model_without_full_attention_is_refused_with_the_reason(tiny_model):
         install(model, "qfilters", budget=16)
 
 
-@pytest.mark.parametrize("filters", [[mx.ones((2, 8))] * 2, mx.ones((2, 8)), 5], ids=["list", "array", "int"])
-def test_filters_that_are_no_calibration_are_refused(filters, tiny_model):
-    with pytest.raises(ValueError, match=r"filters must be .* QFiltersCalibration\(arrays\)"):
-        install(tiny_model(), filters=filters)
+@pytest.mark.parametrize("given", [[mx.ones((2, 8))] * 2, mx.ones((2, 8)), 5], ids=["list", "array", "int"])
+def test_what_is_no_calibration_is_refused(given, tiny_model):
+    with pytest.raises(ValueError, match=r"calibration must be .* Calibration\(arrays\)"):
+        install(tiny_model(), calibration=given)
 
 
 def test_a_smaller_max_kv_size_is_not_ignored_silently(tiny_model):

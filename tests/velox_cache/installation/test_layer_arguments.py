@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from calibrated import needed_calibration
 
-from velox_cache import EvictingKVCache, KVCacheBuilder, KVCacheConfig, QFiltersCalibration, calibrate, install
+from velox_cache import Calibration, EvictingKVCache, KVCacheBuilder, KVCacheConfig, calibrate, install
 from velox_cache.compat.config import PREFIXES
 from velox_fn import METHODS
 from velox_fn.methods.fusion import TERMS
@@ -35,7 +35,7 @@ def test_only_methods_that_score_by_calibrated_arrays_take_a_calibration(method)
 @pytest.mark.parametrize("method", CALIBRATED)
 def test_each_layer_gets_its_own_calibrated_arrays(tiny_model, calibration, method):
     model = tiny_model()
-    install(model, method, budget=16, filters=calibration)
+    install(model, method, budget=16, calibration=calibration)
     for layer, cache in enumerate(model.make_cache()):
         assert list(cache.method.params) == CALIBRATED[method]
         source = {"filters": calibration.filters[layer], **calibration.statistics[layer].arrays()}
@@ -48,29 +48,29 @@ def test_each_layer_gets_its_own_calibrated_arrays(tiny_model, calibration, meth
 @pytest.mark.parametrize("method", CALIBRATED)
 def test_calibrated_scores_are_computed_once(tiny_model, calibration, method):
     model = tiny_model()
-    install(model, method, budget=16, filters=calibration)
+    install(model, method, budget=16, calibration=calibration)
     assert model.make_cache()[0].method.static
 
 
 @pytest.mark.parametrize("method", ["keydiff", "expected_attention", "fusion"])
 def test_calibration_of_filters_only_is_refused_by_methods_that_need_more(tiny_model, calibration, method):
-    filters_only = QFiltersCalibration(calibration.filters)
+    filters_only = Calibration(calibration.filters)
     with pytest.raises(ValueError, match="holds filters only"):
-        install(tiny_model(), method, filters=filters_only)
+        install(tiny_model(), method, calibration=filters_only)
 
 
 def test_calibration_without_moments_is_refused_by_a_fusion_alone(tiny_model, calibration):
     older = [dataclasses.replace(layer, term_means=None, term_deviations=None) for layer in calibration.statistics]
     older = dataclasses.replace(calibration, statistics=older, terms=())
-    install(tiny_model(), "keydiff", filters=older)
+    install(tiny_model(), "keydiff", calibration=older)
     with pytest.raises(ValueError, match=r"no means and deviations of projection, key_difference.*velox calibrate"):
-        install(tiny_model(), "fusion", filters=older)
+        install(tiny_model(), "fusion", calibration=older)
 
 
 @pytest.mark.parametrize("terms", ["key_norm+projection", "value_norm", "recency+key_difference"])
 def test_a_fusion_gets_the_columns_of_its_terms(tiny_model, calibration, terms):
     model = tiny_model()
-    install(model, "fusion", budget=16, filters=calibration, terms=terms)
+    install(model, "fusion", budget=16, calibration=calibration, terms=terms)
     names = terms.split("+")
     for layer, cache in enumerate(model.make_cache()):
         found, whole = cache.method.params, calibration.statistics[layer]
@@ -92,12 +92,12 @@ def test_a_fusion_without_a_calibration_is_refused(tiny_model):
 
 def test_calibration_for_a_method_that_uses_none_is_refused(tiny_model, calibration):
     with pytest.raises(ValueError, match="uses no calibration"):
-        install(tiny_model(), "h2o", filters=calibration)
+        install(tiny_model(), "h2o", calibration=calibration)
 
 
 def test_calibration_of_another_layout_is_refused(tiny_model, calibration):
     with pytest.raises(ValueError, match="mean_keys have shape"):
-        install(tiny_model(num_key_value_heads=4), "keydiff", filters=calibration)
+        install(tiny_model(num_key_value_heads=4), "keydiff", calibration=calibration)
 
 
 def test_layers_draw_their_own_lots(tiny_model):
@@ -154,7 +154,7 @@ def test_rope_base_of_the_config_takes_the_place_of_the_models(tiny_model):
 def test_saved_state_rebuilds_the_method_that_a_layer_was_given(tiny_model, calibration, method):
     model = tiny_model()
     options = {"renumber": True} if method in ("h2o", "streaming_llm") else {}
-    install(model, method, budget=40, filters=calibration if method in CALIBRATED else None, **options)
+    install(model, method, budget=40, calibration=calibration if method in CALIBRATED else None, **options)
     caches = model.make_cache()
     model(mx.array([list(range(60))]), cache=caches)
     again = EvictingKVCache.from_state(caches[1].state)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from calibrated import random_calibration
 
-from velox_cache import install, load_qfilters, save_qfilters
+from velox_cache import install, load_calibration, save_calibration
 from velox_cache.calibration.fusion_choice import FusionChoice
 from velox_cache.calibration.fusion_weights import with_weights, without_weights
 from velox_cache.harness.arms import cache_maker, parse_arm
@@ -194,7 +194,7 @@ def test_equal_weights_are_those_that_hold_without_a_search(tiny_model):
     logits = []
     for weighted in (calibration, equal_weights(calibration, 3).in_calibration(calibration, CHOICE)):
         model = tiny_model()
-        install(model, "fusion", budget=20, filters=weighted)
+        install(model, "fusion", budget=20, calibration=weighted)
         caches = model.make_cache()
         model(tokens, cache=caches)
         logits.append(model(tokens[:, :5], cache=caches))
@@ -208,8 +208,8 @@ def weighted():
 
 
 def test_weights_survive_the_file(weighted, tmp_path):
-    save_qfilters(weighted, tmp_path / "filters.npz")
-    loaded = load_qfilters(tmp_path / "filters.npz")
+    save_calibration(weighted, tmp_path / "calibration.npz")
+    loaded = load_calibration(tmp_path / "calibration.npz")
     assert loaded.fusion == CHOICE
     for found_layer, layer in zip(loaded.statistics, weighted.statistics, strict=True):
         assert mx.array_equal(found_layer.fusion_weights, layer.fusion_weights)
@@ -223,17 +223,17 @@ def test_weights_and_share_are_used_by_the_fusion_that_was_searched_and_no_other
         ({"combine": "max"}, False),
         ({"terms": "key_difference+projection+value_norm"}, False),
     ):
-        install(model, "fusion", budget=40, filters=weighted, **settings)
+        install(model, "fusion", budget=40, calibration=weighted, **settings)
         methods = [cache.method for cache in model.make_cache()]
         assert [method.settings["recent"] for method in methods] == [20 if used else 30] * 2
         assert ["weights" in method.params for method in methods] == [used] * 2
-    install(model, "fusion", budget=40, recent=7, filters=weighted)
+    install(model, "fusion", budget=40, recent=7, calibration=weighted)
     assert model.make_cache()[0].method.settings["recent"] == 7
 
 
 def test_other_methods_keep_their_own_share(tiny_model, weighted):
     model = tiny_model()
-    install(model, "qfilters", budget=40, filters=weighted)
+    install(model, "qfilters", budget=40, calibration=weighted)
     assert model.make_cache()[0].method.settings["recent"] == 30
 
 

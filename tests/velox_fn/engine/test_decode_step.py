@@ -194,7 +194,7 @@ def test_a_block_in_flight_holds_old_rows_view_and_survivors_once(n_seen):
         mx.eval(view, arrays(held[0]))
 
     view, survivors = BUDGET + n_tokens, BUDGET
-    without_dead_row = BUDGET if n_seen > BUDGET else 0
-    at_once = view + survivors + without_dead_row
+    without_landing_row = BUDGET if n_seen > BUDGET else 0
+    at_once = view + survivors + without_landing_row
     scores = n_tokens  # a block's terms are as wide as its keys, and half as many numbers as a row
     assert peak_beyond(take_in) < 1.1 * (at_once + scores) * ROWS / (BUDGET + 1)

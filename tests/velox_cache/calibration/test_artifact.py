@@ -8,14 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from velox_cache.calibration.artifact import QFiltersCalibration, import_published_filters, load_qfilters, save_qfilters
+from velox_cache.calibration.artifact import Calibration, import_published_filters, load_calibration, save_calibration
 from velox_cache.calibration.statistics import LayerStatistics
 
 
 @pytest.fixture
 def calibration():
     filters = [mx.random.normal((2, 8), key=mx.random.key(i)) for i in range(3)]
-    return QFiltersCalibration(
+    return Calibration(
         [filters[0], None, filters[2]],
         model_id="some/model",
         n_samples=3000,
@@ -37,8 +37,8 @@ def statistics():
 
 @pytest.fixture
 def path(calibration, tmp_path):
-    save_qfilters(calibration, tmp_path / "filters.npz")
-    return tmp_path / "filters.npz"
+    save_calibration(calibration, tmp_path / "calibration.npz")
+    return tmp_path / "calibration.npz"
 
 
 def rewrite(path, **changes):
@@ -55,21 +55,21 @@ def rewrite_header(path, **changes):
 
 
 def test_round_trip_keeps_every_field(calibration, path):
-    loaded = load_qfilters(path)
-    for field in dataclasses.fields(QFiltersCalibration):
+    loaded = load_calibration(path)
+    for field in dataclasses.fields(Calibration):
         if field.name != "filters":
             assert getattr(loaded, field.name) == getattr(calibration, field.name)
 
 
 def test_round_trip_keeps_filters_bit_for_bit(calibration, path):
-    loaded = load_qfilters(path, expect_model_id="some/model")
+    loaded = load_calibration(path, expect_model_id="some/model")
     assert [f is None for f in loaded.filters] == [False, True, False]
     assert mx.array_equal(loaded.filters[0], calibration.filters[0]).item()
     assert mx.array_equal(loaded.filters[2], calibration.filters[2]).item()
 
 
 def test_file_is_written_under_the_given_name(calibration, tmp_path):
-    save_qfilters(calibration, str(tmp_path / "named.filters"))
+    save_calibration(calibration, str(tmp_path / "named.filters"))
     assert [file.name for file in tmp_path.iterdir()] == ["named.filters"]
 
 
@@ -82,31 +82,31 @@ def test_interrupted_write_leaves_the_older_file(calibration, path, monkeypatch)
 
     monkeypatch.setattr(np, "savez", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        save_qfilters(calibration, path)
+        save_calibration(calibration, path)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_missing_folder_is_named(calibration, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere for filters\.npz does not exist"):
-        save_qfilters(calibration, tmp_path / "nowhere" / "filters.npz")
+    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere for calibration\.npz does not exist"):
+        save_calibration(calibration, tmp_path / "nowhere" / "calibration.npz")
 
 
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.npz"):
-        load_qfilters(tmp_path / "absent.npz")
+        load_calibration(tmp_path / "absent.npz")
 
 
 def test_wrong_model_is_refused(path):
     with pytest.raises(ValueError, match="calibrated for model 'some/model', not 'other/model'"):
-        load_qfilters(path, expect_model_id="other/model")
+        load_calibration(path, expect_model_id="other/model")
 
 
 @pytest.mark.parametrize("kept", [0, 1, 40, 300, -1, -30])
 def test_truncated_file_is_refused(path, kept):
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ValueError, match="truncated"):
-        load_qfilters(path)
+        load_calibration(path)
 
 
 def test_damaged_content_is_refused(path):
@@ -116,19 +116,19 @@ def test_damaged_content_is_refused(path):
     content[start + 190] ^= 0xFF
     path.write_bytes(bytes(content))
     with pytest.raises(ValueError, match="damaged"):
-        load_qfilters(path)
+        load_calibration(path)
 
 
 def test_file_that_is_no_npz_is_refused(path):
     np.save(path.with_suffix(".npy"), np.zeros(3))
     with pytest.raises(ValueError, match=r"not an \.npz"):
-        load_qfilters(path.with_suffix(".npy"))
+        load_calibration(path.with_suffix(".npy"))
 
 
 def test_npz_of_something_else_is_refused(path):
     np.savez(path, weights=np.zeros(3))
-    with pytest.raises(ValueError, match="not a Q-Filters calibration"):
-        load_qfilters(path)
+    with pytest.raises(ValueError, match="not a calibration"):
+        load_calibration(path)
 
 
 def test_pickled_objects_are_never_read(path):
@@ -138,20 +138,20 @@ def test_pickled_objects_are_never_read(path):
 
     rewrite(path, filter_0000=np.array([Trap()], dtype=object))
     with pytest.raises(ValueError, match="not a plain array"):
-        load_qfilters(path)
+        load_calibration(path)
 
 
 @pytest.mark.parametrize("version", [0, 4, 99])
 def test_unknown_version_is_refused(path, version):
     rewrite(path, format_version=np.int64(version))
     with pytest.raises(ValueError, match=f"format version is {version}"):
-        load_qfilters(path)
+        load_calibration(path)
 
 
 def test_missing_layer_is_refused(path):
     rewrite(path, filter_0002=None)
     with pytest.raises(ValueError, match=r"layers \[2\] are missing"):
-        load_qfilters(path)
+        load_calibration(path)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_missing_layer_is_refused(path):
 def test_stored_filter_that_cannot_be_used_is_refused(path, stored, message):
     rewrite(path, filter_0000=stored)
     with pytest.raises(ValueError, match=message):
-        load_qfilters(path)
+        load_calibration(path)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_stored_filter_that_cannot_be_used_is_refused(path, stored, message):
 def test_header_that_cannot_be_trusted_is_refused(path, change, message):
     rewrite_header(path, **change)
     with pytest.raises(ValueError, match=message):
-        load_qfilters(path)
+        load_calibration(path)
 
 
 @pytest.mark.parametrize(
@@ -201,11 +201,11 @@ def test_header_that_cannot_be_trusted_is_refused(path, change, message):
 )
 def test_calibration_of_unusable_filters_is_refused(filters, message):
     with pytest.raises(ValueError, match=message):
-        QFiltersCalibration(filters)
+        Calibration(filters)
 
 
 def test_calibration_takes_filters_by_position_as_a_list():
-    calibration = QFiltersCalibration([mx.ones((2, 8))], model_id="m", n_samples=3000, dataset="d")
+    calibration = Calibration([mx.ones((2, 8))], model_id="m", n_samples=3000, dataset="d")
     assert (len(calibration.filters), calibration.basis) == (1, "post-rope")
 
 
@@ -244,8 +244,8 @@ def test_import_of_a_missing_file_names_it(tmp_path):
 
 
 def test_round_trip_keeps_statistics_bit_for_bit(calibration, statistics, tmp_path):
-    save_qfilters(dataclasses.replace(calibration, statistics=statistics), tmp_path / "filters.npz")
-    loaded = load_qfilters(tmp_path / "filters.npz").statistics
+    save_calibration(dataclasses.replace(calibration, statistics=statistics), tmp_path / "calibration.npz")
+    loaded = load_calibration(tmp_path / "calibration.npz").statistics
     assert [layer is None for layer in loaded] == [False, True, False]
     for name, array in statistics[2].arrays().items():
         assert mx.array_equal(getattr(loaded[2], name), array).item()
@@ -256,7 +256,7 @@ def test_file_of_the_first_version_still_loads(calibration, path):
         header = json.loads(str(content["header"]))
     del header["has_statistics"]
     rewrite(path, format_version=np.int64(1), header=np.array(json.dumps(header)))
-    loaded = load_qfilters(path)
+    loaded = load_calibration(path)
     assert (loaded.format_version, loaded.statistics) == (1, ())
     assert mx.array_equal(loaded.filters[0], calibration.filters[0]).item()
 
@@ -272,8 +272,8 @@ def with_moments(calibration, statistics):
 
 
 def test_round_trip_keeps_moments_and_their_names(with_moments, tmp_path):
-    save_qfilters(with_moments, tmp_path / "filters.npz")
-    loaded = load_qfilters(tmp_path / "filters.npz")
+    save_calibration(with_moments, tmp_path / "calibration.npz")
+    loaded = load_calibration(tmp_path / "calibration.npz")
     assert (loaded.format_version, loaded.terms) == (3, ("projection", "key_norm", "recency"))
     for name in ("term_means", "term_deviations"):
         assert mx.array_equal(getattr(loaded.statistics[2], name), getattr(with_moments.statistics[2], name)).item()
@@ -281,20 +281,20 @@ def test_round_trip_keeps_moments_and_their_names(with_moments, tmp_path):
 
 @pytest.mark.parametrize("name", ["term_means", "term_deviations"])
 def test_missing_moments_are_noticed(with_moments, tmp_path, name):
-    save_qfilters(with_moments, tmp_path / "filters.npz")
-    rewrite(tmp_path / "filters.npz", **{f"{name}_0002": None})
+    save_calibration(with_moments, tmp_path / "calibration.npz")
+    rewrite(tmp_path / "calibration.npz", **{f"{name}_0002": None})
     with pytest.raises(ValueError, match=f"{name}_0002"):
-        load_qfilters(tmp_path / "filters.npz")
+        load_calibration(tmp_path / "calibration.npz")
 
 
 def test_file_of_the_second_version_still_loads(calibration, statistics, tmp_path):
-    path = tmp_path / "filters.npz"
-    save_qfilters(dataclasses.replace(calibration, statistics=statistics), path)
+    path = tmp_path / "calibration.npz"
+    save_calibration(dataclasses.replace(calibration, statistics=statistics), path)
     with np.load(path) as content:
         header = json.loads(str(content["header"]))
     del header["terms"], header["fusion"]
     rewrite(path, format_version=np.int64(2), header=np.array(json.dumps(header)))
-    loaded = load_qfilters(path)
+    loaded = load_calibration(path)
     assert (loaded.format_version, loaded.terms, loaded.fusion) == (2, (), None)
     assert mx.array_equal(loaded.statistics[2].mean_keys, statistics[2].mean_keys).item()
     assert loaded.statistics[2].term_means is None
@@ -312,11 +312,11 @@ def test_means_without_deviations_are_refused():
 
 @pytest.mark.parametrize("name", ["mean_keys", "query_mean", "query_cov"])
 def test_missing_statistics_are_noticed(calibration, statistics, tmp_path, name):
-    path = tmp_path / "filters.npz"
-    save_qfilters(dataclasses.replace(calibration, statistics=statistics), path)
+    path = tmp_path / "calibration.npz"
+    save_calibration(dataclasses.replace(calibration, statistics=statistics), path)
     rewrite(path, **{f"{name}_0002": None})
     with pytest.raises(ValueError, match=f"{name}_0002"):
-        load_qfilters(path)
+        load_calibration(path)
 
 
 def test_statistics_of_another_number_of_layers_are_refused(calibration, statistics):
@@ -340,22 +340,22 @@ def test_statistics_that_are_not_finite_are_refused():
     "stored", [np.array(["a", "b"]), np.ones((2, 8)), np.ones((2, 8), bool)], ids=lambda a: a.dtype
 )
 def test_stored_statistics_that_are_no_float32_are_refused(path, with_moments, name, stored):
-    save_qfilters(with_moments, path)
+    save_calibration(with_moments, path)
     rewrite(path, **{name: stored})
     with pytest.raises(ValueError, match=f"{name[:-5]} of layer 0 must be float32, got {stored.dtype}"):
-        load_qfilters(path)
+        load_calibration(path)
 
 
 @pytest.mark.parametrize("member", ["mean_keys_0000", "term_means_0000"])
 def test_stored_statistics_without_dimensions_are_refused(path, with_moments, member):
-    save_qfilters(with_moments, path)
+    save_calibration(with_moments, path)
     rewrite(path, **{member: np.float32(1)})
     with pytest.raises(ValueError, match="cannot be used"):
-        load_qfilters(path)
+        load_calibration(path)
 
 
 @pytest.mark.parametrize("header", ["3", "[]", '"text"', "null"])
 def test_a_header_that_is_no_mapping_is_refused(path, header):
     rewrite(path, header=np.array(header))
-    with pytest.raises(ValueError, match=r"cannot be used|is not a Q-Filters calibration"):
-        load_qfilters(path)
+    with pytest.raises(ValueError, match=r"cannot be used|is not a calibration"):
+        load_calibration(path)

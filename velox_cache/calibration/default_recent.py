@@ -1,0 +1,37 @@
+"""The default of `recent`, for whoever installs a method: `install`, the command line, comparisons, benchmarks.
+
+A factory of velox_fn keeps no recent rows unless told to, as in the papers, and so do the documents' configs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from velox_cache.calibration.artifact import Calibration
+from velox_fn.engine import checks
+from velox_fn.method import Method
+from velox_fn.methods.fusion import term_names
+
+RECENT_SHARE = 0.75
+"""Of the budget, where nothing else is known: of the shares tried, it follows the full cache best."""
+
+
+def recent_share(method: Method, settings: Mapping[str, Any], calibration: Calibration | None) -> float:
+    """The share of the budget that is recent by default: the searched one of a fusion, else `RECENT_SHARE`."""
+    if calibration is None or calibration.fusion is None or not method.fuses:
+        return RECENT_SHARE
+    asked = {**method.defaults, **settings}
+    is_searched = calibration.fusion.is_of(term_names(asked["terms"]), asked["combine"])
+    return calibration.fusion.recent_share if is_searched else RECENT_SHARE
+
+
+def with_default_recent(method: Method, settings: Mapping[str, Any], share: float) -> Mapping[str, Any]:
+    """`settings` with `recent` where the method has it and they do not: a share of the budget, all but the sinks."""
+    if not method.recent or "recent" in settings:
+        return settings
+    asked = {"n_sink": 0, **method.defaults, **settings}
+    try:
+        budget = checks.whole_number("budget", asked["budget"], 1)
+        n_sink = checks.whole_number("n_sink", asked["n_sink"], 0)
+    except ValueError:
+        return settings  # the factory says what is wrong
+    return {**settings, "recent": max(0, min(int(share * budget), budget - n_sink - 1))}

@@ -1,0 +1,51 @@
+"""The measurements of `velox eval` of what caches cost: time of a prefill, and memory."""
+
+import argparse
+
+from velox_cache.cli.eval_readings import text_tokens
+from velox_cache.cli.eval_synthetic import Records, Result
+from velox_cache.cli.method_arguments import install_method, method_settings
+from velox_cache.cli.model_argument import load_model
+
+
+def prefill(arguments: argparse.Namespace) -> Result:
+    import mlx.core as mx
+
+    from velox_cache.bench.arms import Shape, method
+    from velox_cache.evaluation.prefill import prefill_in_chunks
+
+    settings = {"budget": 512, **method_settings(arguments)}
+    shape, tokens = Shape(), 4096
+    size = (1, shape.n_kv_heads, tokens, shape.head_dim)
+    keys, values = (mx.random.normal(size, key=mx.random.key(i)) for i in (0, 1))
+    rows: Records = [
+        {"chunk": one.chunk, "calls": one.calls, "same rows as at once": one.same_rows, "ms": 1000 * one.seconds}
+        for one in prefill_in_chunks(method(arguments.method, shape, **settings), keys, values, (1024, 256, 64, 16))
+    ]
+    return rows, rows
+
+
+def memory(arguments: argparse.Namespace) -> Result:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from velox_cache import uninstall
+    from velox_cache.harness.memory import memory_use
+
+    model, tokenizer = load_model(arguments.model)
+    tokens = text_tokens(arguments, tokenizer, arguments.context)
+    rows: Records = []
+    for name in ("full cache", arguments.method):
+        if name == arguments.method:
+            install_method(model, arguments)
+        used = memory_use(model, lambda: make_prompt_cache(model), tokens, 256)
+        uninstall(model)
+        rows.append(
+            {
+                "cache": name,
+                "rows kept": used.usage.rows_kept,
+                "kept KV MiB": used.usage.kept_bytes / 2**20,
+                "held MiB": used.held_bytes / 2**20,
+                "MLX peak above the weights, MiB": used.peak_bytes / 2**20,
+            }
+        )
+    return rows, rows

@@ -1,0 +1,42 @@
+"""The measurements of `velox eval` that look at queries: their drift, and how well scores predict attention."""
+
+import argparse
+from typing import Any
+
+from velox_cache.cli.eval_readings import text_tokens
+from velox_cache.cli.eval_synthetic import Result
+from velox_cache.cli.model_argument import load_model
+
+
+def anisotropy(arguments: argparse.Namespace) -> Result:
+    from velox_cache.calibration.texts import calibration_texts
+    from velox_cache.evaluation.anisotropy import anisotropy
+
+    model, tokenizer = load_model(arguments.model)
+    fitted = list(tokenizer.encode("\n".join(calibration_texts())))[: 2 * arguments.context]
+    found = anisotropy(model, fitted, text_tokens(arguments, tokenizer, arguments.context))
+    row: dict[str, Any] = {
+        "query heads": len(found.mean_projection),
+        "positive mean projection": found.positive_share,
+        "leading component / others, median": float(_median(found.leading_ratio)),
+        "energy of the leading component": float(found.top_energy.mean()),
+    }
+    return [{name: array.tolist() for name, array in vars(found).items()} | row], [row]
+
+
+def attention(arguments: argparse.Namespace) -> Result:
+    from velox_cache import load_calibration
+    from velox_cache.evaluation.attention import default_scorers, score_attention
+    from velox_cache.harness.texts import text_named
+
+    model, tokenizer = load_model(arguments.model)
+    scorers = default_scorers(load_calibration(arguments.calibration))
+    found = score_attention(model, tokenizer, text_named(arguments.text), scorers, n_tokens=arguments.context)
+    rows = [{"score": one.scorer, "Spearman, mean": one.mean, "right sign": one.sign_correct} for one in found]
+    return [row | {"per_head": one.per_head.tolist()} for row, one in zip(rows, found, strict=True)], list(rows)
+
+
+def _median(values: Any) -> Any:
+    import numpy as np
+
+    return np.median(values)

@@ -1,0 +1,127 @@
+"""The measurements of `velox eval` that read a text with bounded caches beside the full one."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from velox_cache.cli.eval_synthetic import Records, Result
+from velox_cache.cli.method_arguments import method_settings
+from velox_cache.cli.model_argument import load_model
+
+if TYPE_CHECKING:
+    from velox_cache.harness.arm_readings import ArmReading
+    from velox_cache.harness.arms import Arm
+
+
+def reading(arguments: argparse.Namespace) -> Result:
+    return _read(arguments, [_arm(arguments)])
+
+
+def recency(arguments: argparse.Namespace) -> Result:
+    import dataclasses
+
+    arm = _arm(arguments)
+    budget = arm.budget or 512
+    recents = [0, *(budget * eighths // 8 for eighths in (1, 2, 4, 6, 7))]
+    return _read(
+        arguments,
+        [dataclasses.replace(arm, label=f"recent={n}", settings={**arm.settings, "recent": n}) for n in recents],
+    )
+
+
+def curdkv(arguments: argparse.Namespace) -> Result:
+    from velox_cache import load_calibration
+    from velox_cache.evaluation.curdkv_variants import curdkv_variants
+
+    model, tokenizer = load_model(arguments.model)
+    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
+    found = curdkv_variants(
+        model,
+        text_tokens(arguments, tokenizer, arguments.context + arguments.scored),
+        arguments.budget,
+        n_context=arguments.context,
+        calibration=calibration,
+        by_token=arguments.by_token,
+    )
+    rows = [_reading_row(label, one) for label, one in found.items()]
+    return rows, rows
+
+
+def intervals(arguments: argparse.Namespace) -> Result:
+    import numpy as np
+
+    from velox_cache import load_calibration
+    from velox_cache.evaluation.intervals import read_at_intervals
+    from velox_cache.harness.texts import passages, text_named
+    from velox_cache.installation.layer_arguments import calibration_for
+    from velox_cache.known_methods import method_named
+
+    model, tokenizer = load_model(arguments.model)
+    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
+    settings = method_settings(arguments)
+    peak = settings.pop("budget", 512)
+    tokens = list(tokenizer.encode(text_named(arguments.text)))
+    read = passages(tokens, arguments.context + arguments.scored, arguments.passages)
+    found = read_at_intervals(
+        model,
+        read,
+        arguments.method,
+        peak,
+        n_context=arguments.context,
+        settings=settings,
+        calibration=calibration_for(method_named(arguments.method), calibration),
+        share=arguments.share,
+    )
+    at_once = np.array([one.kl_divergence for one in found if one.interval == 1])
+    rows: Records = []
+    for interval in dict.fromkeys(one.interval for one in found):
+        those = [one for one in found if one.interval == interval]
+        more = np.array([one.kl_divergence for one in those]) - at_once
+        rows.append(
+            {
+                "interval": interval,
+                "budget": those[0].budget,
+                "KL to full": float(np.mean([one.kl_divergence for one in those])),
+                "more than at 1": float(more.mean()),
+                "worse on": f"{(more > 0).sum()} of {len(those)}" if interval > 1 else "-",
+                "perplexity": float(np.exp(np.mean(np.log([one.perplexity for one in those])))),
+                "same next token": float(np.mean([one.agreement for one in those])),
+            }
+        )
+    return [vars(one) for one in found], rows
+
+
+def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:
+    from velox_cache import load_calibration
+    from velox_cache.harness.arm_readings import read_arms
+    from velox_cache.harness.arms import FULL, cache_maker
+
+    model, tokenizer = load_model(arguments.model)
+    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
+    tokens = text_tokens(arguments, tokenizer, arguments.context + arguments.scored)
+    makers = [cache_maker(model, arm, calibration) for arm in (FULL, *arms)]
+    found = read_arms(model, tokens, makers, n_context=arguments.context)
+    rows = [_reading_row(arm.label, one) for arm, one in zip((FULL, *arms), found, strict=True)]
+    return rows, rows
+
+
+def _reading_row(label: str, one: "ArmReading") -> dict[str, Any]:
+    return {
+        "cache": label,
+        "rows kept": one.usage.rows_kept,
+        "perplexity": one.perplexity,
+        "KL to full": one.fidelity.kl_divergence,
+        "same next token": one.fidelity.agreement,
+    }
+
+
+def _arm(arguments: argparse.Namespace) -> "Arm":
+    from velox_cache.harness.arms import Arm
+
+    return Arm(arguments.method, arguments.method, method_settings(arguments), calibrated=bool(arguments.calibration))
+
+
+def text_tokens(arguments: argparse.Namespace, tokenizer: Any, n_tokens: int) -> list[int]:
+    """The first tokens of --text, by the model's own tokenizer. ValueError when it holds fewer."""
+    from velox_cache.harness.texts import passages, text_named
+
+    return passages(list(tokenizer.encode(text_named(arguments.text))), n_tokens, 1)[0]

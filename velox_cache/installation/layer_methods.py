@@ -1,0 +1,72 @@
+"""Each bounded layer's method, from what `install` is given."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import mlx.nn as nn
+
+from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.default_recent import recent_share, with_default_recent
+from velox_cache.installation.layer_arguments import check_heads_together, layer_arguments
+from velox_cache.installation.layer_budgets import (
+    Budgets,
+    layer_budgets,
+)
+from velox_cache.installation.own_part import part_of_budgets, part_of_calibration
+from velox_cache.introspection.plan import LayerPlan, check_filter_layout
+from velox_cache.introspection.rope import ModelRopes
+from velox_cache.introspection.shard import ModelShard
+from velox_fn.engine.eviction import Eviction
+from velox_fn.method import Method
+from velox_fn.registry import find_method
+
+
+def by_layer(
+    method: Method,
+    settings: Mapping[str, Any],
+    budget: int | Budgets | None,
+    calibration: Calibration | None,
+    model: nn.Module,
+    plan: Sequence[LayerPlan],
+    shard: ModelShard,
+) -> dict[int, Eviction]:
+    """Each bounded layer's method, with its own budget and its own part of the calibration."""
+    own_budgets = None
+    if has_own_budgets(budget):
+        own_budgets = layer_budgets(model, plan, part_of_budgets(shard, budget, len(plan)))
+    calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
+    share = recent_share(method, settings, calibration)
+    methods, ropes = {}, ModelRopes(model)
+    for layer in (entry.layer for entry in plan if entry.bounded):
+        arguments = dict(settings)
+        if own_budgets is not None:
+            arguments["budget"] = own_budgets[layer]
+        elif budget is not None:
+            arguments["budget"] = budget
+        arguments |= layer_arguments(method, arguments, model, layer, calibration, shard, ropes)
+        try:
+            methods[layer] = method.make(**with_default_recent(method, arguments, share))
+        except ValueError as error:
+            if own_budgets is None:  # what is wrong is wrong in every layer
+                raise
+            raise ValueError(f"layer {shard.first_layer + layer}: {error}") from error
+        check_filter_layout(model, layer, methods[layer])
+    return methods
+
+
+def of_every_layer(
+    method: Eviction, model: nn.Module, plan: Sequence[LayerPlan], shard: ModelShard
+) -> dict[int, Eviction]:
+    """The same method for each bounded layer. ValueError when it cannot work on the model's heads or keys."""
+    known = find_method(method.name)
+    if known is not None:
+        check_heads_together(known, shard)
+    layers = [entry.layer for entry in plan if entry.bounded]
+    for layer in layers:
+        check_filter_layout(model, layer, method)
+    return dict.fromkeys(layers, method)
+
+
+def has_own_budgets(budget: int | Budgets | None) -> TypeGuard[Budgets]:
+    """Whether each layer has a budget of its own."""
+    return callable(budget) or (isinstance(budget, Sequence) and not isinstance(budget, str))
