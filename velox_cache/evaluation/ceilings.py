@@ -69,8 +69,8 @@ def attention_over(call: LayerQueries, n_rows: int) -> mx.array:
     keys = call.keys[0].astype(mx.float32)
     n_kv_heads, n_seen = keys.shape[:2]
     n_tokens = call.queries.shape[2]
-    queries = call.queries[0].astype(mx.float32).reshape(n_kv_heads, -1, n_tokens, keys.shape[-1])
-    logits = (queries * call.scale) @ keys[:, None].swapaxes(-1, -2)
+    queries = call.queries[0].astype(mx.float32).reshape(n_kv_heads, -1, keys.shape[-1])  # one product per KV head
+    logits = ((queries * call.scale) @ keys.swapaxes(-1, -2)).reshape(n_kv_heads, -1, n_tokens, n_seen)
     at_query = mx.arange(n_seen - n_tokens, n_seen)[:, None]
     weights = mx.softmax(mx.where(mx.arange(n_seen) <= at_query, logits, -mx.inf), axis=-1)
     return weights[..., :n_rows]

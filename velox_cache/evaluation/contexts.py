@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from velox_cache.evaluation.questions import N_WRONG, TASKS, Question, planted, question_about
 from velox_cache.evaluation.text_kinds import kind_text
 
-_SPARE = 96  # tokens that a text may lose where words are joined anew, or facts grow with it
+_SPARE = 96  # tokens of the beginning, where nothing is planted: so many may be cut to fit
 _TRIES = 12
 
 
@@ -49,25 +49,26 @@ def make_context(
     Text and choices come from the arguments alone. Raises ValueError when the half has no such context, or the length
     leaves no room for the facts.
     """
-    natural = _stretch(tokenizer, kind_text(kind, half), number, length + n_continuation)
+    natural = _stretch(tokenizer, kind_text(kind, half), number, _SPARE + length + n_continuation)
+    body, continuation = natural[: _SPARE + length], natural[_SPARE + length :]
     start = list(tokenizer.encode(""))  # what the tokenizer puts before every text
-    dropped = 0
     for _ in range(_TRIES):
+        if tasks and len(body) < 2 * _SPARE:
+            break
         rng = random.Random(f"{half} {kind} {number} {length}")
-        text = tokenizer.decode(natural[dropped:length])
+        text = tokenizer.decode(body[_SPARE:])
         questions = [question_about(task, rng, text) for task in tasks]
         whole = next((question.quoted for question in questions if question.quoted), "")
         for question in questions:
             text = planted(rng, text, question.facts, whole)
-        tokens = _encoded(tokenizer, text)
-        over = len(start) + len(tokens) - length
-        if 0 <= over <= _SPARE and length - dropped > _SPARE:
-            break
-        dropped = max(0, dropped + over - _SPARE // 2)
-    else:
-        raise ValueError(f"{length} tokens have no room for the facts of {', '.join(tasks)}; use a longer context")
-    asked = tuple(found for question in questions if (found := _asked(tokenizer, question)) is not None)
-    return Context(kind, half, number, (*start, *tokens[over:]), tuple(natural[length:]), asked)
+        tokens = [*start, *_encoded(tokenizer, tokenizer.decode(body[:_SPARE]) + text)]
+        over = len(tokens) - length
+        if 0 <= over <= _SPARE - len(start):
+            asked = tuple(found for question in questions if (found := _asked(tokenizer, question)) is not None)
+            kept = (*start, *tokens[len(start) + over :])
+            return Context(kind, half, number, kept, tuple(continuation), asked)
+        body = natural[_SPARE + length - len(body) + over - _SPARE // 2 : _SPARE + length]
+    raise ValueError(f"{length} tokens have no room for the facts of {', '.join(tasks)}; use a longer context")
 
 
 def _stretch(tokenizer: TokenizerWrapper, text: str, number: int, length: int) -> list[int]:

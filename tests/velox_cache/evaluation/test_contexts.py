@@ -86,7 +86,7 @@ def test_the_halves_share_no_passage(kind):
     lines = [{line for line in text.split("\n") if len(line) > 200} for text in (one, other)]
     windows = {one[at : at + 400] for at in range(0, len(one) - 400, 397)}
     assert not lines[0] & lines[1]
-    assert not any(window in other for window in list(windows)[:: max(1, len(windows) // 100)])
+    assert sum(window in other for window in windows) <= 1  # modules quote each other's idioms, once in a while
 
 
 def a_context(half="choice", number=0, kind="prose", length=500):
@@ -100,6 +100,12 @@ def test_a_context_has_its_length_and_one_length_of_answers():
     [question] = context.questions
     assert {len(answer) for answer in question.answers} == {len(question.answers[0])}
     assert len(question.answers) == 1 + N_WRONG
+
+
+def test_no_fact_is_cut_off_to_fit():
+    for number in range(12):
+        context = a_context(number=number, length=260)
+        assert "The secret code word of the" in Letters().decode(context.tokens)
 
 
 def test_contexts_of_another_number_or_half_are_others():
