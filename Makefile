@@ -9,7 +9,7 @@ INSTALLED := .venv/.installed
 MKL := $(CURDIR)/.venv/lib/libmkl_rt.so.3
 PRELOAD := if [ -e "$(MKL)" ]; then export LD_PRELOAD="$(MKL)"; fi;
 
-.PHONY: demo test test-all check lint types docs dist install bench bench-peers clean
+.PHONY: demo test test-all test-oldest check lint types docs dist install bench bench-peers clean
 
 demo: $(INSTALLED)
 	@$(PRELOAD) $(BIN)/velox demo
@@ -19,6 +19,18 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	@$(PRELOAD) $(BIN)/pytest
+
+# The fast tests with the lowest versions that pyproject allows of what Velox KV needs to run, in an environment of their own.
+OLDEST := .venv-oldest
+test-oldest: $(OLDEST)/.installed
+	@$(PRELOAD) $(OLDEST)/bin/pytest -m "not slow and not real_model"
+
+$(OLDEST)/.installed: pyproject.toml tests/packaging/lowest_bounds.py
+	@$(PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/pip install --quiet --disable-pip-version-check packaging
+	@$(OLDEST)/bin/python tests/packaging/lowest_bounds.py > $(OLDEST)/lowest.txt
+	@$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/lowest.txt -e '.[test]'
+	@touch $@
 
 check: lint types test
 
@@ -66,5 +78,5 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,14 +16,24 @@ SHELL = [line for language, code in BLOCKS if language == "bash" for line in cod
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize("code", PYTHON, ids=[f"block {index}" for index in range(len(PYTHON))])
-def test_python_blocks_run(code, smollm2_path, tmp_path, monkeypatch):
+def test_python_blocks_run_in_order(smollm2_path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "book.txt").write_text("It was a dark night; the rain fell on the roofs, and nobody was out. " * 20)
+    monkeypatch.setenv("VELOX_CACHE_DIR", str(smollm2_path.parent.parent))
     names: dict[str, object] = {}
-    exec(compile(code, "README.md", "exec"), names)
-    if "model" in names:
-        uninstall(names["model"])
+    for code in PYTHON:
+        exec(compile(code, "README.md", "exec"), names)
+    uninstall(names["model"])
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
+def test_links_lead_to_files():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 @pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("velox ")])

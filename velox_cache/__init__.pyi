@@ -11,6 +11,7 @@ from .compat.calibration_names import QFiltersCalibration, load_qfilters, save_q
 from .compat.config import KVCacheConfig
 from .compat.curdkv_cache import CurDKVKVCache
 from .compat.qfilters_cache import QFiltersKVCache
+from .generation import Generation, generate
 from .harness.summary import CacheSummary, LayerSummary, summary
 from .installation.installing import InstallReport, install, uninstall
 from .introspection.plan import LayerPlan, plan_layers
@@ -23,6 +24,7 @@ __all__ = [
     "Calibration",
     "CurDKVKVCache",
     "EvictingKVCache",
+    "Generation",
     "InstallReport",
     "KVCache",
     "KVCacheBuilder",
@@ -38,6 +40,7 @@ __all__ = [
     "calibrate",
     "collect_query_activations",
     "compute_qfilters",
+    "generate",
     "import_published_filters",
     "install",
     "load_calibration",

@@ -2,6 +2,7 @@
 
 import _thread
 import argparse
+import inspect
 import logging
 import signal
 import sys
@@ -10,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import mlx.nn as nn
 import mlx_lm.server
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import ModelProvider
@@ -19,8 +19,9 @@ from velox_cache.serving.failures import FailureHandler
 from velox_cache.serving.generation import ServingGenerator, make_sampler
 from velox_cache.serving.prompt_prefixes import PromptPrefixes
 
-Install = Callable[[nn.Module], object]
-"""Puts evicting caches into a loaded model; what it returns is logged."""
+Install = Callable[..., object]
+"""Puts evicting caches into a loaded model; what it returns is logged. Where it has an argument `tokenizer`, as
+`velox_cache.install` has, it is given the model's."""
 
 
 class EvictingModelProvider(ModelProvider):
@@ -59,7 +60,8 @@ class EvictingModelProvider(ModelProvider):
         _refuse_draft(draft_model_path)
         super()._load(model_path, adapter_path, draft_model_path)
         try:
-            logging.info(str(self._install(self.model)))
+            takes_one = "tokenizer" in inspect.signature(self._install).parameters
+            logging.info(str(self._install(self.model, **({"tokenizer": self.tokenizer} if takes_one else {}))))
         except BaseException:
             self.reset()  # a model that cannot be bounded must not be served unbounded by the next request
             raise
@@ -67,11 +69,13 @@ class EvictingModelProvider(ModelProvider):
         self.is_batchable = all(hasattr(cache, "merge") for cache in make_prompt_cache(self.model))
 
 
-def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> None:
+def serve(model: str, install: Install, server_options: Sequence[str] = (), *, pin_system: bool = False) -> None:
     """Run mlx_lm.server for `model` in the main thread, until interrupted.
 
-    install: puts evicting caches into a loaded model, such as `lambda model: velox_cache.install(model, budget=1024)`;
+    install: puts evicting caches into a loaded model, such as `functools.partial(velox_cache.install, budget=1024)`;
     no `rollback`, since the server's prompt cache takes back any number of tokens where a cache can be trimmed at all.
+    pin_system: everything up to the end of a chat's system message stays in its cache, as `EvictingKVCache.pin` has it;
+    a request whose system message would fill the budget is refused.
     server_options: arguments of `mlx_lm.server` as on its command line; see `mlx_lm.server --help`.
 
     Raises what loading or `install` raised, and ValueError for a draft model: speculative decoding needs a rollback.
@@ -84,7 +88,7 @@ def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> N
         return provider[0]
 
     def make_generator(*arguments: Any) -> ServingGenerator:
-        generator.append(ServingGenerator(*arguments))
+        generator.append(ServingGenerator(*arguments, pin_system=pin_system))
         return generator[0]
 
     parts: dict[str, Callable[..., Any]] = {
@@ -111,7 +115,7 @@ def serve(model: str, install: Install, server_options: Sequence[str] = ()) -> N
 def _standing_in(options: list[str], parts: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """mlx_lm.server's main takes its options from sys.argv and its parts by name: give it ours meanwhile.
 
-    It ends on an interrupt, so interrupts are heard even in a process that was started deaf to them (a shell's `&`).
+    It ends on an interrupt. Interrupts are switched on even where a shell started the process with them ignored (`&`).
     """
     names, arguments = vars(mlx_lm.server), sys.argv
     theirs = {name: names[name] for name in parts}

@@ -11,12 +11,13 @@ from velox_fn.directions.query_gram import (
     query_gram_moments,
     query_gram_update,
 )
-from velox_fn.engine.attention import Observed, attention_mass, observe_rows
+from velox_fn.engine.attention import Observed, Queries, attention_mass, observe_rows
 from velox_fn.engine.compiled import compiled
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.engine.eviction import Eviction, State, kept_bytes, kept_positions, kv
 from velox_fn.engine.fused_evict import fused_evict
 from velox_fn.engine.interval import at_intervals, interval_parts
+from velox_fn.engine.pinned import pinned_state, pinning
 from velox_fn.engine.records import arrays, record, replaced, with_arrays
 from velox_fn.engine.rope import RopeSpec, rope_remap_positions
 from velox_fn.engine.scorers import SCORERS, StaticScorer
@@ -48,6 +49,7 @@ __all__ = [
     "Method",
     "Observed",
     "QFiltersState",
+    "Queries",
     "RopeSpec",
     "Scores",
     "State",
@@ -83,6 +85,8 @@ __all__ = [
     "l2norm",
     "leverage_scores",
     "observe_rows",
+    "pinned_state",
+    "pinning",
     "qfilters",
     "qfilters_init",
     "qfilters_update",

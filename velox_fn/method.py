@@ -10,9 +10,12 @@ from typing import Any
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import pinning
 
 ROPES = (None, "to renumber", "when read")
 PLACES = ("layer", "first_head")
+_OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, "pinned": ()})
+"""Settings that are added to a factory that does not take them, with their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,8 @@ class Method:
     query_cov, weights, means, deviations."""
     needs_calibration: bool = False
     """It can do nothing without them."""
+    guesses: bool = False
+    """Without them it estimates a stand-in from each text, far from as good: `install` asks before it lets it."""
     fuses: bool = False
     """Its settings `terms` and `combine` say which columns of means, deviations and weights it takes, as in fusion."""
     recent: bool = False
@@ -45,6 +50,8 @@ class Method:
     rope: str | None = None
     """When it takes `rope`, the model's rotary embedding: "to renumber", with its setting renumber=True; "when read",
     without a calibration and where it can be read; None, never."""
+    reads_values: bool = False
+    """It scores a row by its value too, and so not where none is cached (latent attention)."""
     pools_heads: bool = False
     """It scores a row by all heads of its layer together."""
 
@@ -91,16 +98,21 @@ class Method:
         """What a user may set, with defaults: every argument but the calibrated arrays and the place."""
         filled = (*self.calibrated, *self.place)
         own = {name: default for name, default in self.defaults.items() if name not in filled}
-        return MappingProxyType({**own, "interval": own.get("interval", 1)})
+        return MappingProxyType({**own, **{name: own.get(name, default) for name, default in _OF_EVERY_METHOD.items()}})
 
     def make(self, **arguments: Any) -> Eviction:
-        """The Eviction with these arguments. `interval` may be among them also where the factory does not take it.
+        """The Eviction with these arguments. `interval` and `pinned` may be among them also where the factory does not
+        take them.
 
         Raises:
             ValueError: as the factory does; or what it returns cannot be made anew from its name and settings, as
                 loading a saved cache does.
         """
-        interval = {} if "interval" in self.defaults else {"interval": arguments.pop("interval", 1)}
+        added = {
+            name: arguments.pop(name, default)
+            for name, default in _OF_EVERY_METHOD.items()
+            if name not in self.defaults
+        }
         made = self.factory(**arguments)
         if not isinstance(made, Eviction):
             raise ValueError(f"the factory of {self.label} must return an Eviction, got {type(made).__name__}")
@@ -109,9 +121,11 @@ class Method:
                 f"the factory registered as {self.name!r} makes an Eviction called {made.name!r}; give both one name, "
                 "by which a saved cache finds its method"
             )
-        if interval:
-            made = at_intervals(made, **interval)
-        unknown = [name for name in (*made.settings, *made.params) if name not in (*self.defaults, *interval)]
+        if "pinned" in added:
+            made = pinning(made, added["pinned"])
+        if "interval" in added:
+            made = at_intervals(made, added["interval"])
+        unknown = [name for name in (*made.settings, *made.params) if name not in (*self.defaults, *added)]
         if unknown:
             raise ValueError(
                 f"the settings of {self.label} hold {', '.join(unknown)}, which its factory does not take: settings "

@@ -27,7 +27,7 @@ from velox_fn.methods.streaming_llm import streaming_llm
 from velox_fn.methods.tova import tova
 
 _ENTRIES = (
-    Method(name="qfilters", factory=qfilters, calibrated=("filters",), recent=True, rollback=True),
+    Method(name="qfilters", factory=qfilters, calibrated=("filters",), guesses=True, recent=True, rollback=True),
     Method(
         name="fusion",
         factory=fusion,
@@ -37,11 +37,11 @@ _ENTRIES = (
         recent=True,
         rollback=True,
     ),
-    Method(name="curdkv", factory=curdkv, recent=True),
+    Method(name="curdkv", factory=curdkv, recent=True, reads_values=True),
     Method(name="h2o", factory=h2o, rope="to renumber"),
     Method(name="tova", factory=tova, pools_heads=True),
     Method(name="snapkv", factory=snapkv),
-    Method(name="cur", factory=cur, recent=True),
+    Method(name="cur", factory=cur, recent=True, reads_values=True),
     Method(name="l2norm", factory=l2norm, recent=True, rollback=True),
     Method(name="keydiff", factory=keydiff, calibrated=("mean_keys",), recent=True, rollback=True),
     Method(
@@ -51,6 +51,7 @@ _ENTRIES = (
         recent=True,
         rollback=True,
         rope="when read",
+        reads_values=True,
     ),
     Method(name="streaming_llm", factory=streaming_llm, rollback=True, rope="to renumber"),
     Method(name="random", factory=random_eviction, recent=True, rollback=True, place=("layer", "first_head")),

@@ -8,15 +8,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from runs import BOUNDED, evicting, installed, rows_of, run
-from tiny_models import model_of
+from tiny_models import LATENT, model_of
 
 import velox_cache as vc
 from velox_fn import kv
 from velox_fn.engine import select
 
 CALLS = (17, 1, 10)
-# Attention by hand, or over other arrays than the cache returned (cast, or tiled once per query head).
-REFUSED = ("gemma2", "plamo", "plamo2", "stablelm")
+REFUSED = ("gemma2", "plamo2")  # attention by hand
+# Attention over arrays made of what the cache returned: cast, tiled once per query head, or made of its latents.
+OVER_OTHERS = (*LATENT, "plamo", "stablelm")
 SHOWN = tuple(name for name in BOUNDED if name not in REFUSED)
 
 
@@ -30,21 +31,24 @@ class Attention:
     mask: Any
     sinks: np.ndarray | None
 
-    def mass(self) -> np.ndarray:
-        """What each key receives, summed over the queries and over the heads that share it. [B,H,N]"""
+    def mass(self, n_kv_heads: int) -> np.ndarray:
+        """What each row receives, summed over the queries and over the heads that share it. [B,H,N]"""
         (batch, heads, n_keys, _), n_queries = self.keys.shape, self.queries.shape[2]
         grouped = self.queries.reshape(batch, heads, -1, *self.queries.shape[2:])
         logits = self.scale * np.einsum("bhgsd,bhnd->bhgsn", grouped, self.keys)
         if self.mask is not None:
             causal = np.arange(n_keys) <= np.arange(n_keys - n_queries, n_keys)[:, None]
-            visible = causal if isinstance(self.mask, str) else np.array(self.mask).reshape(n_queries, n_keys)
-            assert visible.dtype == bool
-            logits = np.where(visible, logits, -np.inf)
+            mask = causal if isinstance(self.mask, str) else np.array(self.mask)
+            if mask.dtype == bool:
+                logits = np.where(mask.reshape(n_queries, n_keys), logits, -np.inf)
+            else:
+                logits += np.maximum(mask, -1e9).reshape(batch, heads, -1, n_queries, n_keys)
         if self.sinks is not None:
             sinks = np.broadcast_to(self.sinks.reshape(1, heads, -1, 1, 1), (*logits.shape[:-1], 1))
             logits = np.concatenate([logits, sinks], axis=-1)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
-        return (weights / weights.sum(-1, keepdims=True))[..., :n_keys].sum((2, 3))
+        received = (weights / weights.sum(-1, keepdims=True))[..., :n_keys].sum((2, 3))
+        return received.reshape(batch, n_kv_heads, -1, n_keys).sum(2)
 
 
 @pytest.fixture
@@ -67,13 +71,17 @@ def test_scores_are_the_models_own_softmax(architecture: str, calls: list[Attent
     with installed(architecture, "h2o", budget=64, n_sink=0, grace=1) as model:
         calls.clear()  # of the probe
         _, caches = run(model, CALLS)
-    for cache in evicting(caches):
+    n_layers = len(evicting(caches))
+    for i, cache in enumerate(evicting(caches)):
         keys = rows_of(kv(cache.record)[0])
         expected = np.zeros(keys.shape[:3])
-        for n_keys in np.cumsum(CALLS):
-            own = next(call for call in calls if np.array_equal(call.keys, keys[:, :, :n_keys]))
-            calls.remove(own)  # layers that share projected keys cache them twice
-            expected[:, :, :n_keys] += own.mass()
+        for step, n_keys in enumerate(np.cumsum(CALLS)):
+            if architecture in OVER_OTHERS:
+                own = calls[step * n_layers + i]
+            else:
+                own = next(call for call in calls if np.array_equal(call.keys, keys[:, :, :n_keys]))
+                calls.remove(own)  # layers that share projected keys cache them twice
+            expected[:, :, :n_keys] += own.mass(keys.shape[1])
         scores = select.rank_scores(cache.record.store.ranks)[:, :, : keys.shape[2]]
         np.testing.assert_allclose(np.array(scores), expected, atol=1e-4)
 

@@ -31,6 +31,19 @@ CANNOT_BATCH = {
 # differs from each prompt alone.
 BATCH_WRONGLY = ("afm7", "baichuan_m1", "bailing_moe_linear", "jamba", "nemotron_h", "olmo_hybrid")
 
+# Latent attention: what is cached is a latent and its rotary part, one row for all heads.
+LATENT = (
+    "bailing_hybrid",
+    "bailing_moe_v3",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_k25",
+    "kimi_k3",
+    "kimi_linear",
+    "kimi_vl",
+    "mistral4",
+)
+
 
 @cache
 def model_of(architecture: str) -> nn.Module:

@@ -34,7 +34,7 @@ rank, folder, *spreads = arguments()
 for spread in spreads:
     model = small_model(spread)
     for method, settings in METHODS.items():
-        install(model, method, budget=16, **settings)
+        install(model, method, budget=16, calibrate=False, **settings)
         np.savez(f"{folder}/{spread}_{method}_{rank}.npz", **run(model, make_prompt_cache(model)))
     install(model, "qfilters", budget=[12, 14, 16], calibration=some_filters())
     np.savez(f"{folder}/{spread}_budgets_{rank}.npz", **run(model, make_prompt_cache(model)))

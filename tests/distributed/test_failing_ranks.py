@@ -2,9 +2,11 @@
 
 import signal
 
+import pytest
 from launching import each_rank, launched
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_one_that_was_killed_say_so_and_end():
     first, killed, third = each_rank(3, "calibrate_failing.py", "killed")
     assert killed.status == -signal.SIGKILL
@@ -21,12 +23,14 @@ def test_an_error_of_one_rank_is_told_by_all():
         assert "rank 1 of 3 failed: this rank is out of paper" in rank.err
 
 
+@pytest.mark.slow
 def test_ranks_that_were_given_different_texts_refuse_to_share_them_out():
     for rank in each_rank(2, "calibrate_failing.py", "other-texts"):
         assert rank.status == 1, rank
         assert "the ranks were given different work" in rank.err
 
 
+@pytest.mark.slow
 def test_the_launcher_ends_all_ranks_when_one_is_killed():
     ended = launched(2, "calibrate_failing.py", "killed")
     assert ended.status is not None

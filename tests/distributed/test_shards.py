@@ -8,6 +8,8 @@ from small_models import CONFIG
 RUNS = ["qfilters", "random", "h2o", "budgets", "builder"]
 N_RANKS = 2
 
+pytestmark = pytest.mark.slow  # what a rank takes of a model is tested without processes in test_parts_of_a_model.py
+
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):

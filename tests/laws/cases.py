@@ -83,7 +83,8 @@ class Case:
     def make(self, **changes: Any) -> Eviction:
         method = BUILT_IN[self.method]
         common = {"budget": BUDGET, "n_sink": N_SINK} | self.arguments | changes
-        return method.make(**{name: value for name, value in common.items() if name in {*method.defaults, "interval"}})
+        taken = {*method.defaults, "interval", "pinned"}
+        return method.make(**{name: value for name, value in common.items() if name in taken})
 
     @property
     def warm_up(self) -> int:

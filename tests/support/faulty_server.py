@@ -67,6 +67,6 @@ if __name__ == "__main__":
 
     def install(model: nn.Module) -> object:
         fail_on_token(model)
-        return vc.install(model, method, budget=40, **settings)
+        return vc.install(model, method, budget=40, calibrate=False, **settings)
 
     serve(folder, install, ["--port", port, *(["--kv-bits", "8"] if kind == "alone" else [])])

@@ -103,9 +103,8 @@ def test_comparisons_the_builder_and_the_command_line_take_it(tiny_model, regist
     built = vc.KVCacheBuilder.for_model(model, vc.KVCacheConfig(method="short"))
     assert built[0].method.settings["budget"] == 512
     assert main(["methods"]) == 0
-    assert (
-        "short\n  Short values stay.\n  settings: budget=512, n_sink=4, recent=0, interval=1" in capsys.readouterr().out
-    )
+    settings = "settings: budget=512, n_sink=4, recent=0, interval=1, pinned=()"
+    assert f"short\n  Short values stay.\n  {settings}" in capsys.readouterr().out
 
 
 def test_a_method_that_pools_heads_is_known_by_its_eviction(tiny_model):

@@ -1,5 +1,6 @@
 """`velox serve`: mlx_lm's own server with evicting caches, over real HTTP on loopback."""
 
+import argparse
 import copy
 import json
 import socket
@@ -32,10 +33,11 @@ import velox_cache as vc
 import velox_fn
 from velox_cache.calibration.texts import held_out_text
 from velox_cache.models import default_cache_dir
+from velox_cache.serve import EvictingModelProvider
 from velox_cache.serving.prompt_prefixes import PromptPrefixes
 
 BUDGET = 40
-CACHE = ["--budget", str(BUDGET), "--set", "calib_tokens=16"]
+CACHE = ["--method", "qfilters", "--no-calibrate", "--budget", str(BUDGET), "--set", "calib_tokens=16"]
 N_TOKENS = 12
 
 
@@ -126,7 +128,7 @@ def sequential(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def computed_alone(folder: Path) -> Callable[..., str]:
     """The same continuation through mlx_lm.generate_step in this process."""
     model, tokenizer = mlx_lm.load(str(folder))
-    vc.install(model, budget=BUDGET, calib_tokens=16)
+    vc.install(model, "qfilters", calibrate=False, budget=BUDGET, calib_tokens=16)
     return partial(continued, model, tokenizer)
 
 
@@ -271,7 +273,7 @@ def test_messages_that_cannot_be_used_are_refused(server: Server) -> None:
     assert "messages cannot be used" in reply
 
 
-@pytest.mark.parametrize("kind", ["batched", "alone"])
+@pytest.mark.parametrize("kind", ["batched", pytest.param("alone", marks=pytest.mark.slow)])
 def test_request_that_fails_fails_alone(
     folder: Path, tmp_path: Path, kind: str, computed_alone: Callable[..., str]
 ) -> None:
@@ -390,7 +392,7 @@ def test_two_adapters_behind_one_server_answer_each_for_itself(folder: Path, tmp
     expected = []
     for adapter in adapters:
         model, tokenizer = mlx_lm.load(str(folder), adapter_path=adapter)
-        vc.install(model, budget=BUDGET, calib_tokens=16)
+        vc.install(model, "qfilters", budget=BUDGET, calib_tokens=16)
         expected.append(continued(model, tokenizer, prompt))
     assert len(set(expected)) == 3
     with running(folder, tmp_path / "log.txt", *CACHE) as server:
@@ -503,3 +505,17 @@ def test_eight_smollm2_requests_at_once_get_what_each_gets_alone(tmp_path: Path)
         together = list(pool.map(server.text, prompts))
     with running(model, tmp_path / "log.txt", "--budget", "96") as server:
         assert together == [server.text(prompt) for prompt in prompts]
+
+
+def test_install_is_given_the_tokenizer_where_it_takes_one(folder: Path) -> None:
+    given: list[tuple[Any, Any]] = []
+    no = dict.fromkeys(["adapter_path", "draft_model", "trust_remote_code", "chat_template", "pipeline", "kv_bits"])
+    asked = argparse.Namespace(model=str(folder), use_default_chat_template=False, **no)
+
+    def with_one(model: Any, tokenizer: Any) -> None:
+        given.append((model, tokenizer))
+
+    for install in (with_one, lambda model: given.append((model, None))):
+        provider = EvictingModelProvider(asked, install)
+        provider.load_default()
+        assert given[-1] == (provider.model, provider.tokenizer if install is with_one else None)

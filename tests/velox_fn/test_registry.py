@@ -48,7 +48,7 @@ def test_the_built_in_methods_cannot_be_changed():
 
 def test_a_registered_method_is_known_until_it_is_forgotten(registered):
     held = all_methods()
-    assert method_named("of_values").make(budget=9).settings == {"budget": 9, "n_sink": 4, "interval": 1}
+    assert method_named("of_values").make(budget=9).settings == {"budget": 9, "n_sink": 4, "interval": 1, "pinned": []}
     assert "of_values" not in METHODS
     unregister("of_values")
     assert "of_values" in held
@@ -59,7 +59,7 @@ def test_a_registered_method_is_known_until_it_is_forgotten(registered):
 def test_every_method_takes_an_interval_and_its_settings_make_it_anew(registered):
     made = registered.make(budget=9, interval=4)
     again = registered.make(**made.settings, **made.params)
-    assert again.settings == made.settings == {"budget": 9, "n_sink": 4, "interval": 4}
+    assert again.settings == made.settings == {"budget": 9, "n_sink": 4, "interval": 4, "pinned": []}
     assert again.init(1, 1, 1).store.span.interval == 4
 
 

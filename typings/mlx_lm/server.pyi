@@ -26,6 +26,8 @@ class ModelProvider:
 class CompletionRequest:
     request_type: str
     prompt: Any
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
 
 @dataclass
 class SamplingArguments: ...
@@ -42,6 +44,7 @@ class GenerationArguments:
     sampling: SamplingArguments
     max_tokens: int
     stop_words: list[str]
+    chat_template_kwargs: dict[str, Any] | None
 
 class GenerationContext:
     _should_stop: bool

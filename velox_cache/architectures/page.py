@@ -5,6 +5,7 @@ from importlib.metadata import version
 
 from velox_cache.architectures.tiny import architectures, tiny_model
 from velox_cache.architectures.verdict import Verdict, verdict
+from velox_cache.introspection.plan import FULL_ATTENTION
 
 _INTRODUCTION = """# Architectures
 
@@ -16,7 +17,7 @@ the plain cache: logits within the budget, rows and positions past it, batches, 
 kinds of layers otherwise than its small one here; `velox inspect-model MODEL` says the same of one model.
 
 - *bounded*: how many of the small model's caches are bounded. Every method that scores rows without queries works
-  there; methods that score by attention do with `queries="proxy"`.
+  there, but for what a note says; methods that score by attention do with `queries="proxy"`.
 - *true queries*: whether methods that score by attention (curdkv, h2o, tova, snapkv, expected_attention) see the
   model's own queries: those of the layer that writes the rows, not of layers that read another's.
 - *renumber*: whether `renumber=True` can turn cached keys, that is, whether the rotary embedding can be read.
@@ -59,8 +60,10 @@ class _Notes:
 
 def _row(name: str, each: Verdict, notes: _Notes) -> str:
     bounded = sum(entry.bounded for entry in each.layers)
+    kinds = {entry.reason for entry in each.layers if entry.bounded} - {FULL_ATTENTION}
+    of_kind = f" ({', '.join(str(notes.number(kind)) for kind in kinds)})" if kinds else ""
     others = sorted({notes.number(entry.reason) for entry in each.layers if not entry.bounded})
-    cells = [name, f"{bounded} of {len(each.layers)}"]
+    cells = [name, f"{bounded} of {len(each.layers)}{of_kind}"]
     for reason in (each.no_queries, each.no_renumbering):
         cells.append("yes" if reason is None else f"no ({notes.number(_general(name, reason))})" if bounded else "")
     cells += ["yes" if each.mask_arrays else "", ", ".join(map(str, others))]

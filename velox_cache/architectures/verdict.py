@@ -1,6 +1,6 @@
 """What `install` would do with a model: by layers, by the model's own queries, by turning its keys again."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,31 @@ def verdict(model: nn.Module) -> Verdict:
         _refusal(model, "streaming_llm", budget=64, renumber=True),
         asks_for_mask_arrays(model),
     )
+
+
+def in_words(found: Verdict) -> Mapping[str, str]:
+    """What works, by what it is about: each a sentence, in the order of importance."""
+    bounded = [entry for entry in found.layers if entry.bounded]
+    said = {"layers": f"{len(bounded)} of {len(found.layers)} layers can be bounded"}
+    if bounded:
+        said["rows"] = _joined(entry.reason for entry in bounded)
+    if len(bounded) < len(found.layers):
+        said["not bounded"] = _joined(entry.reason for entry in found.layers if not entry.bounded)
+    if not bounded:
+        return said
+    said["queries"] = (
+        "attention can be observed: methods that score by true queries work"
+        if found.no_queries is None
+        else f"methods that score by attention need queries='proxy' here: {found.no_queries}"
+    )
+    said["renumbering"] = (
+        "keys can be turned as the model turns them: renumber=True works"
+        if found.no_renumbering is None
+        else f"renumber=True is refused: {found.no_renumbering}"
+    )
+    if found.mask_arrays:
+        said["masks"] = "masks are arrays, made once for all layers: every layer needs the same budget"
+    return said
 
 
 def _refusal(model: nn.Module, method: str, **settings: Any) -> str | None:

@@ -1,7 +1,7 @@
 """Decoding under a model with each cache in turn, a few tokens at a time.
 
-Whole runs of a cache lie minutes apart, and a shared machine changes its pace by a tenth in that time; turns of half a
-second change together.
+Whole runs of a cache lie minutes apart, and a shared machine changes its pace by a tenth in that time. Turns of half a
+second are disturbed alike.
 """
 
 from collections.abc import Callable, Iterator, Sequence

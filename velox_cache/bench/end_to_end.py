@@ -103,7 +103,13 @@ def cache_makers(
 def _installed(model: nn.Module, name: str, budget: int, calibration: Any | None) -> Callable[[], list[Any]]:
     def make() -> list[Any]:
         uninstall(model)
-        install(model, name, budget=budget, calibration=calibration_for(method_named(name), calibration))
+        install(
+            model,
+            name,
+            budget=budget,
+            calibration=calibration_for(method_named(name), calibration),
+            calibrate=False,
+        )
         caches: list[Any] = make_prompt_cache(model)
         return caches
 

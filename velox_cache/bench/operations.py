@@ -1,4 +1,4 @@
-"""The operations of a cache, each beside what it should be held against."""
+"""The operations of a cache, each beside a reference."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -81,9 +81,9 @@ def decode_under_budget(shape: Shape, n_seen: int, rounds: int) -> Comparison:
 
 
 def decode_at_intervals(shape: Shape, budget: int, rounds: int) -> Comparison:
-    """One token, rows leaving at intervals: what an append costs, and with its share of the boundary's choice.
+    """One token, rows leaving at intervals: an append alone, and with its share of the choice at the boundary.
 
-    A turn is one interval, so each holds one boundary; the arms "no boundary" meet none.
+    A turn is one interval, so it holds one boundary. The arms "no boundary" meet none.
     """
     never = budget + INTERVAL * (rounds + 3)
     spread = {name: method(name, shape, budget, interval=INTERVAL) for name in ("qfilters", "fusion", "h2o")}
@@ -100,7 +100,7 @@ def decode_at_intervals(shape: Shape, budget: int, rounds: int) -> Comparison:
 
 
 def decode_row_scored(shape: Shape, budget: int, rounds: int) -> Iterator[Comparison]:
-    """One token, methods that score every row anew, each beside the computation that it cannot do without."""
+    """One token, methods that score every row anew, each beside the part of the computation that it must do."""
     made = caches(shape, budget, static=False)
     steps = {label: decode_step(make, shape, budget + 2) for label, make in made.items()}
     beside: tuple[tuple[str, Call, tuple[str, ...]], ...] = (
@@ -114,7 +114,7 @@ def decode_row_scored(shape: Shape, budget: int, rounds: int) -> Iterator[Compar
         turns, calls = rounds, 3
         if label == "eigen-solve":
             arms |= peer_curdkv_step(shape, budget)
-            turns, calls = min(rounds, 10), 1  # each takes its time
+            turns, calls = min(rounds, 10), 1  # a step takes long
         setting = f"budget {budget}, {shape}"
         yield compare(f"decode over budget, beside {label}", setting, arms, rounds=turns, calls=calls)
 
@@ -122,7 +122,7 @@ def decode_row_scored(shape: Shape, budget: int, rounds: int) -> Iterator[Compar
 def prefill(shape: Shape, budget: int, rounds: int, *, static: bool) -> Comparison:
     """One block into an empty cache, cut down to the budget, beside reading the keys once and gathering the survivors.
 
-    The next token is let in too: caches differ in whether a block is evicted before or when that comes.
+    The next token is let in too, since some caches evict a block only when it comes.
     """
     keys, values = shape.block(PREFILL)
     arms: dict[str, Call] = {"floor": _read_and_gather(keys, values, budget)}

@@ -64,14 +64,21 @@ def read(path: Path) -> Report:
         found = json.loads(text)
         if found["format"] != FORMAT_VERSION:
             raise ValueError(f"{path} has format {found['format']}; this velox-kv reads {FORMAT_VERSION}")
-        comparisons = tuple(
-            Comparison(one["name"], one["setting"], tuple(Timing(**timing) for timing in one["timings"]))
-            for one in found["comparisons"]
-        )
-        runs = tuple(Run(**run) for run in found["runs"])
-        return Report(found["machine"], comparisons, runs, found["model"])
+        return from_plain(found)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no benchmark report; make one with velox bench --json {path}") from error
+
+
+def from_plain(found: dict[str, Any]) -> Report:
+    """The report that `dataclasses.asdict` made plain. KeyError or TypeError for anything else."""
+    comparisons = tuple(
+        Comparison(one["name"], one["setting"], tuple(Timing(**timing) for timing in one["timings"]))
+        for one in found["comparisons"]
+    )
+    runs = tuple(
+        Run(**{**run, "decode_tokens_per_second": tuple(run["decode_tokens_per_second"])}) for run in found["runs"]
+    )
+    return Report(found["machine"], comparisons, runs, found["model"])
 
 
 def comparison_table(comparison: Comparison) -> Table:

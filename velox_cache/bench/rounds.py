@@ -14,8 +14,8 @@ Call = Callable[[], object]
 class Timing:
     """One arm of a comparison. Times in microseconds of one call; ratios are to the reference.
 
-    On a busy machine the times by the clock are those of the neighbours. The processor's time hardly notices them, and
-    on an idle machine it says the same of work on one core; of work on a GPU it says nothing.
+    On a busy machine other processes change the times by the clock, and hardly the processor time. On an idle machine
+    both agree for work on one core. Processor time says nothing of work on a GPU.
     """
 
     label: str

@@ -10,14 +10,17 @@ import mlx.core as mx
 
 from velox_cache.caches import accounting
 from velox_cache.caches.masks import causal_array, ragged_mask
+from velox_cache.caches.rows_read import queries_over
 from velox_cache.caches.sequences import Sequences, extracted, merged, selected
 from velox_cache.caches.state import pack_state, same_method, unpack_state
 from velox_cache.caches.trimming import Past, has_evicted, interval_of, rollback_of
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction, State, check_state
 from velox_fn.engine.interval import interval_parts
+from velox_fn.engine.pinned import Pinned, check_room, pinned_by_sequence, pinned_ranges
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
+from velox_fn.engine.store import Ranges
 
 
 class MissingQueriesError(ValueError):
@@ -103,25 +106,29 @@ class EvictingKVCache:
         scale: float,
         *,
         sinks: mx.array | None = None,
+        mask: mx.array | None = None,
         **others: Any,
     ) -> mx.array:
         """Score the last block by its queries [B,H_q,S,D]; the attention output, tied to what follows from it.
 
-        sinks [H_q]: the model's learned attention sinks. others: what else enters the model's softmax, by name.
-        Does nothing when the method does not wait for queries, or when attention read other arrays than the last view.
+        keys and values are what attention read: the last view, or what the model made of it, row for row. sinks [H_q]:
+        the model's learned attention sinks. mask: numbers that it adds to the logits, such as the rotary part of
+        latent attention. others: what else enters its softmax, by name.
+        Does nothing when the method does not wait for queries, or when attention read other rows.
 
         Raises ValueError for any other term of the softmax, without which the scores would be those of another model.
         """
         if self._unobserved is None or self._view is None or self._method.observation is None:
             return output
-        if keys is not self._view[0] or values is not self._view[1]:
+        over = queries_over(self._view, queries, keys, values, mask)
+        if over is None:
             return output
         if others:
             raise ValueError(
                 f"this model's attention takes {', '.join(map(repr, others))} into its softmax, which "
                 f"{self._method.name} does not compute again; use queries='proxy', or a method that needs no queries"
             )
-        record = self._method.observation.observe(self._rows.record, queries, scale, self._unobserved.valid, sinks)
+        record = self._method.observation.observe(self._rows.record, over, scale, self._unobserved.valid, sinks)
         self._rows, self._unobserved = dataclasses.replace(self._rows, record=record), None
         tied: mx.array = mx.depends([output], arrays(record))[0]
         return tied
@@ -161,6 +168,27 @@ class EvictingKVCache:
         if not self._rows.batched:
             return self._rows.offsets[0]
         return mx.array(self._rows.offsets, mx.int32) if self._rows.record is None else self._rows.store.offset
+
+    def pin(self, pinned: Pinned) -> None:
+        """Let the rows at these positions of this sequence never leave, beside those that the method pins.
+
+        pinned: half-open ranges, such as [(0, 120)]: a system prompt, whose length differs from request to request.
+        They count in the budget and go with the sequence: into batches, out of them, into copies and files.
+        Raises ValueError once tokens have come, and when protected rows would fill the budget.
+        """
+        ranges = pinned_ranges(pinned)
+        if self._rows.batched or any(self._rows.offsets):
+            raise ValueError(
+                f"pinned={list(ranges)} comes too late: this cache has seen tokens, some of which may have left; pin "
+                "positions of a fresh cache, before its first token and before it joins a batch"
+            )
+        check_room(self._method, ranges)
+        self._rows = dataclasses.replace(self._rows, pinned=(ranges,))
+
+    @property
+    def pinned(self) -> tuple[Ranges, ...]:
+        """What `pin` was given, for each row of the batch."""
+        return self._rows.pinned_of_each
 
     @property
     def interval(self) -> int:
@@ -394,7 +422,8 @@ class EvictingKVCache:
     def _empty_record(self, keys: mx.array, values: mx.array) -> Any:
         record = self._method.init(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         check_state(record, self._method.name, keys.shape[0])
-        return record
+        own = self._rows.pinned
+        return pinned_by_sequence(record, own * keys.shape[0] if len(own) == 1 else own)
 
     def _absorb(self, caches: Sequence["EvictingKVCache"]) -> None:
         for cache in caches:

@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from velox_fn.engine import batch, checks
 from velox_fn.engine.eviction import Eviction
-from velox_fn.engine.store import Store
+from velox_fn.engine.pinned import pinned_by_sequence
+from velox_fn.engine.store import Ranges, Store
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +20,7 @@ class Sequences:
     offsets: tuple[int, ...] = (0,)  # tokens seen, per sequence
     batched: bool = False  # sequences differ in offset; otherwise the one offset stands for all
     lengths: tuple[int, ...] | None = None  # real tokens to come, per sequence, while a padded prefill runs
+    pinned: tuple[Ranges, ...] = ()  # what sequences have pinned beside the method's, per sequence; (): nothing
 
     @property
     def store(self) -> Store:
@@ -53,6 +55,12 @@ class Sequences:
             return self.offsets
         return self.offsets * int(self.store.offset.shape[0])
 
+    @property
+    def pinned_of_each(self) -> tuple[Ranges, ...]:
+        """Ranges pinned for each sequence, also where one entry stands for a batch in lockstep."""
+        n = len(self.offset_of_each)
+        return self.pinned * n if len(self.pinned) == 1 else self.pinned or ((),) * n
+
     def index(self, name: str, sequence: object) -> int:
         """`sequence` as the index of one of the batch, counted from the end when negative.
 
@@ -80,7 +88,7 @@ class Sequences:
         lengths = self.lengths
         if lengths is not None:
             lengths = tuple(left - count for left, count in zip(lengths, real, strict=True))
-        after = Sequences(record, offsets, self.batched, lengths)
+        after = replace(self, record=record, offsets=offsets, lengths=lengths)
         return after if lengths is None else _known_offsets(after)
 
     def with_store(self, store: Store) -> "Sequences":
@@ -94,7 +102,10 @@ def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
     offsets = tuple(offset for part in parts for offset in part.offset_of_each)
     lengths = tuple(length for part in parts for length in part.lengths or ())
     together = Sequences(
-        offsets=offsets, batched=True, lengths=lengths if lengths and len(lengths) == len(offsets) else None
+        offsets=offsets,
+        batched=True,
+        lengths=lengths if lengths and len(lengths) == len(offsets) else None,
+        pinned=tuple(ranges for part in parts for ranges in part.pinned_of_each),
     )
     filled = [part for part in parts if part.record is not None]
     if not filled:
@@ -102,14 +113,15 @@ def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
     like = filled[0].store
     n_kv_heads, head_dim, value_dim = like.keys.shape[1], like.keys.shape[3], like.values.shape[3]
 
-    def empty(n_sequences: int) -> Any:
-        return method.init(n_sequences, n_kv_heads, head_dim, value_dim, like.keys.dtype)
+    def empty(part: Sequences) -> Any:
+        record = method.init(len(part.offsets), n_kv_heads, head_dim, value_dim, like.keys.dtype)
+        return pinned_by_sequence(record, part.pinned_of_each)
 
     def alike(record: Any) -> Any:
         keys, values = record.store.keys.astype(like.keys.dtype), record.store.values.astype(like.values.dtype)
         return replace(record, store=replace(record.store, keys=keys, values=values))
 
-    records = [alike(empty(len(part.offsets)) if part.record is None else part.record) for part in parts]
+    records = [alike(empty(part) if part.record is None else part.record) for part in parts]
     return _known_offsets(replace(together, record=batch.merge(records)))
 
 
@@ -125,6 +137,7 @@ def selected(rows: Sequences, indices: Sequence[int]) -> Sequences:
         record=None if rows.record is None else batch.take(rows.record, indices),
         offsets=tuple(rows.offsets[index] for index in indices) if rows.batched else rows.offsets,
         lengths=None if rows.lengths is None else tuple(rows.lengths[index] for index in indices),
+        pinned=tuple(rows.pinned[index] for index in indices) if rows.batched and rows.pinned else rows.pinned,
     )
     if left.record is None:
         return left
@@ -139,7 +152,7 @@ def selected(rows: Sequences, indices: Sequence[int]) -> Sequences:
 def extracted(rows: Sequences, index: int) -> Sequences:
     """One sequence of the batch, by itself and without padding."""
     offset = rows.offset_of_each[index]
-    alone = Sequences(offsets=(offset,))
+    alone = Sequences(offsets=(offset,), pinned=(rows.pinned_of_each[index],))
     if rows.record is None or offset == 0:
         return alone
     n_rows = min(batch.real_rows(rows.store, offset), rows.store.limit)

@@ -1,5 +1,6 @@
 """A cache as the tuple that mlx_lm saves: a JSON header, then arrays, the last of which is their digest."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from velox_cache.caches.span_checks import with_places
 from velox_cache.caches.state_checks import check_header, check_leaves, check_rows, require
 from velox_cache.known_methods import method_named
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.pinned import pinned_by_sequence, pinned_ranges
 from velox_fn.engine.records import arrays, refilled, statics, with_statics
+from velox_fn.engine.store import Ranges
 
 FORMAT_VERSION = 2  # 1: without a digest
 
@@ -52,6 +55,7 @@ def pack_state(method: Eviction, rows: Sequences, true_queries: bool, can_take_b
             "offsets": rows.offsets,
             "batched": rows.batched,
             "lengths": rows.lengths,
+            "pinned": rows.pinned,
             "true_queries": true_queries,
             "can_take_back": can_take_back,
             "record": None if rows.record is None else statics(rows.record),
@@ -69,11 +73,12 @@ def unpack_state(packed: Sequence[Any]) -> tuple[Eviction, Sequences, bool, int]
     n_params = len(header["params"])
     method = _method(header, leaves[:n_params])
     rows = Sequences(
-        record=_record(method, header, leaves[n_params:]),
         offsets=tuple(header["offsets"]),
         batched=header["batched"],
         lengths=None if header["lengths"] is None else tuple(header["lengths"]),
+        pinned=_pinned(header),
     )
+    rows = dataclasses.replace(rows, record=_record(method, header, leaves[n_params:], rows.pinned))
     check_rows(rows, method, header["true_queries"], header["can_take_back"])
     return method, rows, header["true_queries"], header["can_take_back"]
 
@@ -125,7 +130,20 @@ def _method(header: dict[str, Any], params: Sequence[mx.array]) -> Eviction:
         ) from error
 
 
-def _record(method: Eviction, header: dict[str, Any], leaves: Sequence[mx.array]) -> Any | None:
+def _pinned(header: dict[str, Any]) -> tuple[Ranges, ...]:
+    """What the rows have pinned."""
+    given = header["pinned"]
+    try:
+        found = tuple(pinned_ranges(ranges) for ranges in given)
+    except (TypeError, ValueError):
+        found = ()
+    require(len(found) == len(given) in (0, len(header["offsets"])), f"its header has pinned={given}")
+    return found
+
+
+def _record(
+    method: Eviction, header: dict[str, Any], leaves: Sequence[mx.array], pinned: tuple[Ranges, ...]
+) -> Any | None:
     """The method's record, or None for a cache that has seen nothing."""
     fields = header["record"]
     if fields is None:
@@ -137,6 +155,7 @@ def _record(method: Eviction, header: dict[str, Any], leaves: Sequence[mx.array]
     keys, values = leaves[:2]
     batch, n_kv_heads, _, head_dim = keys.shape
     empty = method.init(batch, n_kv_heads, head_dim, values.shape[-1], keys.dtype)
+    empty = pinned_by_sequence(empty, pinned * batch if len(pinned) == 1 else pinned)
     empty = with_places(empty, leaves, len(arrays(empty)))
     check_leaves(leaves, empty, fields)
     here = {**fields, "store": {**fields["store"], "metal": empty.store.metal}}  # the machine may be another one

@@ -16,7 +16,7 @@ from velox_fn.engine.records import arrays, statics
 from velox_fn.engine.select import rank_positions
 from velox_fn.engine.store import Store
 
-_SETTLED = ("budget", "n_sink", "recent", "rollback")  # what a store takes from its method's settings
+_SETTLED = ("budget", "n_sink", "recent", "rollback", "pinned")  # what a store takes from its method's settings
 _COUNTED = ("filled", "seen_by_all", "warm_up", "unscored")
 
 
@@ -31,7 +31,8 @@ def require(holds: bool, contradiction: str) -> None:
 
 def check_header(header: Mapping[str, Any]) -> None:
     """The header's fields by themselves: all there, of their types, counts in range."""
-    kinds = {"method": str, "settings": dict, "params": list, "offsets": list, "batched": bool, "true_queries": bool}
+    kinds = {"method": str, "settings": dict, "batched": bool, "true_queries": bool}
+    kinds |= dict.fromkeys(("params", "offsets", "pinned"), list)
     for name, kind in kinds.items():
         require(isinstance(header.get(name), kind), f"its header has {name}={header.get(name)!r}")
     offsets, lengths, record = header["offsets"], header.get("lengths"), header.get("record")

@@ -44,6 +44,8 @@ class Calibration:
     statistics: Sequence[LayerStatistics | None] = ()  # per layer, for other methods; (): an artifact of filters only
     terms: tuple[str, ...] = ()  # the static scores whose moments the statistics hold, column by column
     fusion: FusionChoice | None = None  # of what the statistics hold weights; None: of nothing
+    weights: str | None = None  # digest of the model's weights (weights_digest); None: not known
+    predicts: float | None = None  # how well the filters foretell attention (predicts_attention); None: not measured
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "filters", tuple(self.filters))
@@ -102,6 +104,8 @@ def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> 
         "layer_layout": calibration.layer_layout,
         "terms": calibration.terms,
         "fusion": None if calibration.fusion is None else asdict(calibration.fusion),
+        "weights": calibration.weights,
+        "predicts": calibration.predicts,
         "has_filter": [layer is not None for layer in calibration.filters],
         "has_statistics": [layer is not None for layer in calibration.statistics],
     }

@@ -9,8 +9,6 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.sums import LayerSums, whole_model_sums, with_block
@@ -18,6 +16,9 @@ from velox_cache.distributed.collectives import Group, broadcast, failing_togeth
 from velox_cache.introspection.observed_prefill import LayerQueries, cache_layout, observed_prefill
 from velox_cache.introspection.query_tap import model_type
 from velox_cache.introspection.shard import model_shard
+from velox_cache.introspection.weights_digest import weights_digest
+from velox_cache.progress import told_progress
+from velox_cache.slow_blas import slow_blas_advice
 from velox_fn.engine.checks import whole_number
 from velox_fn.engine.scorers import SCORERS
 
@@ -54,8 +55,8 @@ def calibrate(
     paper (arXiv:2503.02812, section 4.2) samples 3,000 per head.
 
     A layer gets a filter when its attention reads a plain KVCache, also inside a CacheList; the others get None. It
-    works whether or not evicting caches are installed on the model. `progress` shows a bar on stderr;
-    `advance` is called with the tokens done.
+    works whether or not evicting caches are installed on the model. `progress` tells every few seconds on stderr how
+    far it is, and warns beforehand where a faster BLAS would help; `advance` is called with the tokens done.
 
     group: ranks that each hold the whole model, call this with the same arguments and share out the sequences; some may
     get none. Ranks that hold a model together (`model.shard`, `model.model.pipeline`) need no group: each runs every
@@ -81,8 +82,10 @@ def calibrate(
     apart = group if shard.group is None else None  # ranks with nothing in common until they add up what they saw
     everyone = shard.group or group
     own = sequences if apart is None else own_share(sequences, apart, cost=len)
+    shown = progress and (everyone is None or everyone.rank() == 0)
+    if shown and (advice := slow_blas_advice()) is not None:
+        warnings.warn(advice, stacklevel=2)
     with failing_together(apart):
-        shown = progress and (everyone is None or everyone.rank() == 0)
         sums = _layer_sums(model, own, prefill_step_size, shown, advance)
     if everyone is not None:
         sums, layout = whole_model_sums(sums, layout, model, shard, everyone)
@@ -101,6 +104,7 @@ def calibrate(
         n_tokens=n_tokens,
         layer_layout=layout,
         terms=tuple(SCORERS),
+        weights=weights_digest(model),
     )
 
 
@@ -199,18 +203,8 @@ def _observed_blocks(
     model: nn.Module, sequences: Sequence[Sequence[int]], prefill_step_size: int, progress: bool
 ) -> Iterator[list[LayerQueries]]:
     step = whole_number("prefill_step_size", prefill_step_size, 1)
-    bar = Progress(
-        TextColumn("calibrating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not progress,
-    )
-    with bar:
-        task = bar.add_task("", total=sum(map(len, sequences)))
+    with told_progress(sum(map(len, sequences)), shown=progress) as told:
+        told("calibrating", 0)
         for tokens in sequences:
             for block in observed_prefill(model, tokens, step):
                 if not block:
@@ -220,7 +214,7 @@ def _observed_blocks(
                         "that needs no calibration"
                     )
                 yield block
-                bar.advance(task, block[0].queries.shape[2])
+                told("calibrating", block[0].queries.shape[2])
 
 
 def _layer_sums(

@@ -8,6 +8,7 @@ from typing import Any
 
 from velox_cache.calibration.artifact import Calibration
 from velox_fn.engine import checks
+from velox_fn.engine.pinned import pinned_ranges
 from velox_fn.method import Method
 from velox_fn.methods.fusion import term_names
 
@@ -25,13 +26,16 @@ def recent_share(method: Method, settings: Mapping[str, Any], calibration: Calib
 
 
 def with_default_recent(method: Method, settings: Mapping[str, Any], share: float) -> Mapping[str, Any]:
-    """`settings` with `recent` where the method has it and they do not: a share of the budget, all but the sinks."""
+    """`settings` with `recent` where the method has it and they do not: a share of the budget that is not
+    pinned, all but the sinks.
+    """
     if not method.recent or "recent" in settings:
         return settings
     asked = {"n_sink": 0, **method.defaults, **settings}
     try:
         budget = checks.whole_number("budget", asked["budget"], 1)
         n_sink = checks.whole_number("n_sink", asked["n_sink"], 0)
+        free = budget - sum(stop - start for start, stop in pinned_ranges(asked.get("pinned", ())))
     except ValueError:
         return settings  # the factory says what is wrong
-    return {**settings, "recent": max(0, min(int(share * budget), budget - n_sink - 1))}
+    return {**settings, "recent": max(0, min(int(share * free), free - n_sink - 1))}

@@ -1,7 +1,7 @@
 """Time the caches' operations beside mlx_lm's own caches, in turn, and print medians and ratios.
 
-Where veloxquant-mlx is installed (`make bench-peers`) its Q-Filters cache takes its turn too. Figures of one run can be
-compared with each other; those of two machines, or of a busy one, hardly.
+Where veloxquant-mlx is installed (`make bench-peers`) its Q-Filters cache takes its turn too. Only figures of one run
+compare with each other.
 """
 
 import argparse
@@ -11,6 +11,7 @@ from velox_cache.cli.calibration_argument import add_calibration_argument
 
 EXAMPLES = """examples:
   velox bench --quick
+  velox bench --report my-mac.json
   velox bench --json bench.json --plot bench.png
   velox bench --quick --against docs/results/bench-linux-cpu.json
   velox bench --only-model --model smollm2-135m --budgets 256,512
@@ -40,6 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="under MODEL only these, all taking turns (default: all methods)",
     )
     parser.add_argument("--only-model", action="store_true", help="nothing but the model's runs")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write one file about this machine, to attach to an issue: all operations and one model, in a few minutes",
+    )
+    parser.add_argument(
+        "--reports", type=Path, nargs="+", metavar="FILE", help="print a table of such files, and measure nothing"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios there")
     parser.add_argument(
@@ -52,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write."""
+    if arguments.reports is not None:
+        from velox_cache.bench.machine_report import read_machine_report, table
+
+        print(table([read_machine_report(path) for path in arguments.reports]))
+        return 0
+    if arguments.report is not None:
+        return _report(arguments.model, arguments.report)
     from collections.abc import Iterable
     from dataclasses import replace
 
@@ -107,6 +124,31 @@ def run(arguments: argparse.Namespace) -> int:
         for line in changes(report, earlier):
             console.print(line, soft_wrap=True, highlight=False)
     return 0
+
+
+def _report(model_name: str | None, path: Path) -> int:
+    import sys
+    import time
+
+    from velox_cache.bench.machine_report import measured, table, write_machine_report
+    from velox_cache.calibration.made_once import found_calibration, made_calibration
+    from velox_cache.cli.model_argument import load_model, model_id
+    from velox_cache.file_checks import check_folder_of
+    from velox_cache.models import fetch_model
+
+    check_folder_of(path)
+    began = time.monotonic()
+
+    def advance(what: str) -> None:
+        print(f"{time.monotonic() - began:4.0f} s  {what}", file=sys.stderr, flush=True)
+
+    model_name = model_name or str(fetch_model("smollm2-135m"))
+    model, tokenizer = load_model(model_name)
+    calibration = found_calibration(model) or made_calibration(model, tokenizer, n_tokens=512)
+    report = measured(model_id(model_name), model, tokenizer, calibration, advance=advance)
+    write_machine_report(report, path)
+    print(f"{table([report])}\n\n{path}: attach this file to an issue; it names no user, host or path")
+    return int(any(finding.fault for finding in report.findings))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,14 +1,14 @@
-"""Make the Q-Filters of a model: run text through it, gather its queries, keep one direction per KV head and layer.
+"""Calibrate a model: run text through it and gather, for each KV head, what calibrated methods take.
 
-A few thousand tokens of any text near to what the model will read are enough. Filters belong to one model. The file
-also holds what other calibrated methods take: keydiff, expected_attention, fusion.
+A few thousand tokens of any text near to what the model will read are enough. The file holds the
+filters of qfilters, and the statistics of keydiff, expected_attention and fusion. It belongs to one model.
 
 Under mlx.launch the ranks share out the text, each with the whole model; with --shard they share out the model.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from velox_cache.calibration.artifact import Calibration
 
 EXAMPLES = """examples:
-  velox calibrate smollm2-135m -o calibration.npz
+  velox calibrate smollm2-135m
   velox calibrate MODEL -o calibration.npz --text novel.txt manual.txt --max-tokens 40000
   velox calibrate smollm2-135m -o calibration.npz --search-weights 600
   mlx.launch --hostfile hosts.json -- velox calibrate MODEL -o calibration.npz"""
@@ -39,7 +39,12 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `velox calibrate`."""
     add_model_argument(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="file of the calibration, an .npz")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="an .npz file (default: in the cache folder, where every command finds it)",
+    )
     parser.add_argument(
         "--text",
         nargs="+",
@@ -69,19 +74,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate, save, describe."""
-    output = Path(arguments.output).expanduser()
-    check_folder_of(output)
+    output = None if arguments.output is None else Path(arguments.output).expanduser()
+    if output is not None:
+        check_folder_of(output)
 
     if arguments.search_weights is not None and launched_rank() is not None:
         raise ValueError("--search-weights runs in one process; calibrate under mlx.launch, then search without it")
 
     from velox_cache import calibrate, save_calibration
+    from velox_cache.calibration.made_once import calibration_file
+    from velox_cache.calibration.predicted_attention import predicts_attention
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.cli.inspect import describe
     from velox_cache.distributed.collectives import world
 
     texts = [_read(name) for name in arguments.text] if arguments.text else calibration_texts()
     model, tokenizer = load_model(arguments.model, arguments.shard)
+    if output is None:
+        output = calibration_file(model)
+        output.parent.mkdir(parents=True, exist_ok=True)
     calibration = calibrate(
         model,
         tokenizer,
@@ -90,9 +101,10 @@ def run(arguments: argparse.Namespace) -> int:
         sequence_length=arguments.sequence_length,
         model_id=arguments.model_id or model_id(arguments.model),
         dataset=", ".join(arguments.text) if arguments.text else SOURCE,
-        progress=sys.stderr.isatty(),
         group=world(),
     )
+    if launched_rank() is None:
+        calibration = replace(calibration, predicts=predicts_attention(model, tokenizer, calibration))
     if not launched_rank() and (arguments.search_weights is None or not output.exists()):
         save_calibration(calibration, output)  # an older file may hold searched weights: not before the search is over
     if arguments.search_weights is not None:

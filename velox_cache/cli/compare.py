@@ -88,7 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate, measure, write, print."""
-    from velox_cache.cli.progress import told_progress
     from velox_cache.distributed.collectives import world
     from velox_cache.evaluation import measurements, report
     from velox_cache.evaluation.cells import Cells
@@ -99,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     from velox_cache.evaluation.text_kinds import KINDS
     from velox_cache.harness.arms import FULL
     from velox_cache.models.fetch import default_cache_dir
+    from velox_cache.progress import told_progress
 
     if arguments.smoke:
         vars(arguments).update(SMOKE)
@@ -225,7 +225,7 @@ def _calibration(
     for filters in calibration.filters:
         digest.update(b"" if filters is None else np.asarray(filters).tobytes())
     for layer in calibration.statistics:
-        if layer is not None and layer.fusion_weights is not None:  # the rest of a file comes with its filters
+        if layer is not None and layer.fusion_weights is not None:  # the other statistics follow from the same text
             digest.update(np.asarray(layer.fusion_weights).tobytes() + repr(calibration.fusion).encode())
     return calibration, digest.hexdigest()[:16]
 

@@ -1,12 +1,13 @@
 """Fetch a small model, calibrate it, and run it under several caches side by side.
 
-Nothing is staged: a model this small may well lose the planted fact in a small cache, and the table says so.
+A small model may lose the planted fact in a small cache. The table then says so.
 """
 
 import argparse
 import os
 import platform
 import time
+from dataclasses import replace
 from functools import partial
 
 EXAMPLES = """examples:
@@ -33,11 +34,13 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from velox_cache import calibrate, save_calibration
+    from velox_cache.calibration.made_once import calibration_file
+    from velox_cache.calibration.predicted_attention import predicts_attention
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.cli.model_argument import load_model, model_id
-    from velox_cache.cli.progress import told_progress
     from velox_cache.evaluation.demo import Workload, compare_arms, comparison_work, default_arms, results_table
-    from velox_cache.models import SOURCES, default_cache_dir, fetch_model
+    from velox_cache.models import SOURCES, fetch_model
+    from velox_cache.progress import told_progress
 
     console = Console()
     if not console.is_terminal:
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"[bold]{name}[/bold], {platform.machine()}, {os.cpu_count()} CPU cores")
 
     workload, arms = Workload(), default_arms(arguments.budgets)
-    file = default_cache_dir().parent / "calibrations" / f"{name.replace('/', '--')}.npz"
+    file = calibration_file(model)
     file.parent.mkdir(parents=True, exist_ok=True)
     with told_progress(arguments.calibration_tokens + comparison_work(tokenizer, workload)) as report:
         calibration = calibrate(
@@ -63,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress=False,
             advance=partial(report, "calibrating"),
         )
-        save_calibration(calibration, file)
+        save_calibration(replace(calibration, predicts=predicts_attention(model, tokenizer, calibration)), file)
         results = compare_arms(model, tokenizer, calibration, arms, workload, report)
     console.print(results_table(results))
     console.print(
@@ -74,17 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
         f"this, does to a fact long ago. Calibrated on {calibration.n_tokens:,} tokens. "
         f"Total {time.perf_counter() - began:.0f} s."
     )
-    console.print("\n".join(next_steps(arguments.model, str(file), max(arguments.budgets))), soft_wrap=True)
+    console.print("\n".join(next_steps(arguments.model, max(arguments.budgets))), soft_wrap=True)
     return 0
 
 
-def next_steps(model: str, file: str, budget: int) -> list[str]:
+def next_steps(model: str, budget: int) -> list[str]:
     """What to type next: text from the recommended cache, all methods on one's own model, and the same in Python."""
     return [
-        f"velox generate {model} --method fusion --calibration {file} --budget {budget} "
-        '--prompt "Why is the sky blue?"',
-        f"velox compare {model} --calibration {file} --budgets {budget}    # measured at length, task by task",
-        f'install(model, "fusion", budget={budget}, calibration="{file}")    # in Python: README, "In mlx_lm"',
+        f'velox generate {model} --budget {budget} --prompt "Why is the sky blue?"',
+        f"velox compare {model} --budgets {budget}    # measured at length, task by task",
+        f"install(model, tokenizer=tokenizer, budget={budget})    # in Python: README",
     ]
 
 

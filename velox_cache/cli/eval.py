@@ -20,6 +20,7 @@ EXAMPLES = f"""examples:
   velox eval recency smollm2-135m --method qfilters --budget 128 --calibration calibration.npz
   velox eval prefill --method qfilters --budget 512
   velox eval intervals smollm2-135m --method fusion --budget 512 --context 1024 --calibration calibration.npz
+  velox eval agent-session smollm2-135m --method l2norm --budget 384 --set interval=128
   velox eval memory smollm2-135m --method streaming_llm --budget 512
   velox eval synthetic qfilters
   velox eval synthetic curdkv
@@ -50,8 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         if name in ("perplexity", "fidelity", "recency", "curdkv", "intervals"):
             kind.add_argument("--scored", type=int, default=96, metavar="N", help="tokens predicted (default: 96)")
+        if name == "agent-session":
+            kind.set_defaults(context=2000)
+            kind.add_argument("--turns", type=int, default=10, metavar="N", help="replies (default: 10)")
+            kind.add_argument("--reply", type=int, default=48, metavar="N", help="tokens of each (default: 48)")
+            kind.add_argument("--snapshots", type=int, default=1, metavar="N", help="as for `velox serve` (default: 1)")
         if name == "attention":
             add_calibration_argument(kind, "what `velox calibrate` made", required=True)
+        if name == "saved-intervals":
+            kind.add_argument(
+                "folder", help="with METHOD-TEXT.json files, as `velox eval intervals --json` writes them"
+            )
         if name == "synthetic":
             kind.add_argument("subject", choices=tuple(SYNTHETIC), help="which method's made-up data")
         kind.add_argument("--json", metavar="FILE", help="write every number there")
@@ -87,6 +97,12 @@ _KINDS: Mapping[str, tuple[str, bool, bool]] = MappingProxyType(
         "recency": ("how many recent rows to protect, at a budget", True, True),
         "prefill": ("prefill at once against chunks, of the cache alone: kept rows and time", False, True),
         "intervals": ("what eviction at intervals costs in quality, at equal peak rows (--budget)", True, True),
+        "saved-intervals": ("the means of saved `velox eval intervals`, over all texts of each method", False, False),
+        "agent-session": (
+            "how much of an agent's prompts the server's store spares, replies cold and warm",
+            True,
+            True,
+        ),
         "memory": ("bytes and peak memory against the full cache", True, True),
         "curdkv": ("CurDKV's variants next to Q-Filters and H2O: true queries or keys, blocks or tokens", True, False),
         "synthetic": ("made-up keys of known geometry; needs no model", False, False),
@@ -102,6 +118,8 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
         "recency": eval_readings.recency,
         "prefill": eval_costs.prefill,
         "intervals": eval_readings.intervals,
+        "saved-intervals": eval_readings.saved_intervals,
+        "agent-session": eval_costs.agent_session,
         "memory": eval_costs.memory,
         "curdkv": eval_readings.curdkv,
         "synthetic": _synthetic,

@@ -25,6 +25,29 @@ def prefill(arguments: argparse.Namespace) -> Result:
     return rows, rows
 
 
+def agent_session(arguments: argparse.Namespace) -> Result:
+    from velox_cache.evaluation.agent_session import Script, agent_session
+    from velox_cache.harness.texts import passages, text_named
+
+    model, tokenizer = load_model(arguments.model)
+    install_method(model, arguments, tokenizer=tokenizer, snapshots=arguments.snapshots)
+    words = list(tokenizer.encode(text_named(arguments.text)))
+    script = Script(
+        opening=tokenizer.encode("<|im_start|>system\nYou work with tools.<|im_end|>\n<|im_start|>user\nGo on."),
+        results=passages(words, arguments.context, arguments.turns - 1),
+        before_reply=tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n"),
+        after_reply=tokenizer.encode("<|im_end|>\n<|im_start|>tool\n"),
+    )
+    turns = agent_session(model, script, n_reply=arguments.reply, n_reasoning=arguments.reply // 2)
+    rows: Records = [
+        {"turn": one.turn, "prompt": one.prompt, "prefilled": one.prefilled, "same reply": "yes" if one.same else "NO"}
+        for one in turns
+    ]
+    same = f"{sum(one.same for one in turns)} of {len(turns)}"
+    totals = {name: sum(getattr(one, name) for one in turns) for name in ("prompt", "prefilled")}
+    return rows, [*rows, {"turn": "all", **totals, "same reply": same}]
+
+
 def memory(arguments: argparse.Namespace) -> Result:
     from mlx_lm.models.cache import make_prompt_cache
 

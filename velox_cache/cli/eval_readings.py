@@ -1,6 +1,7 @@
 """The measurements of `velox eval` that read a text with bounded caches beside the full one."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from velox_cache.cli.eval_synthetic import Records, Result
@@ -47,10 +48,8 @@ def curdkv(arguments: argparse.Namespace) -> Result:
 
 
 def intervals(arguments: argparse.Namespace) -> Result:
-    import numpy as np
-
     from velox_cache import load_calibration
-    from velox_cache.evaluation.intervals import read_at_intervals
+    from velox_cache.evaluation.intervals import by_interval, read_at_intervals
     from velox_cache.harness.texts import passages, text_named
     from velox_cache.installation.layer_arguments import calibration_for
     from velox_cache.known_methods import method_named
@@ -71,23 +70,18 @@ def intervals(arguments: argparse.Namespace) -> Result:
         calibration=calibration_for(method_named(arguments.method), calibration),
         share=arguments.share,
     )
-    at_once = np.array([one.kl_divergence for one in found if one.interval == 1])
-    rows: Records = []
-    for interval in dict.fromkeys(one.interval for one in found):
-        those = [one for one in found if one.interval == interval]
-        more = np.array([one.kl_divergence for one in those]) - at_once
-        rows.append(
-            {
-                "interval": interval,
-                "budget": those[0].budget,
-                "KL to full": float(np.mean([one.kl_divergence for one in those])),
-                "more than at 1": float(more.mean()),
-                "worse on": f"{(more > 0).sum()} of {len(those)}" if interval > 1 else "-",
-                "perplexity": float(np.exp(np.mean(np.log([one.perplexity for one in those])))),
-                "same next token": float(np.mean([one.agreement for one in those])),
-            }
-        )
-    return [vars(one) for one in found], rows
+    return [vars(one) for one in found], by_interval(found)
+
+
+def saved_intervals(arguments: argparse.Namespace) -> Result:
+    from velox_cache.evaluation.intervals import by_interval, saved_readings
+
+    rows: Records = [
+        {"method": method, **row}
+        for method, found in saved_readings(Path(arguments.folder)).items()
+        for row in by_interval(found)
+    ]
+    return rows, rows
 
 
 def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:

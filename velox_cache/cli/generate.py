@@ -1,6 +1,7 @@
 """Generate text inside a bounded cache.
 
-The text goes to stdout as it comes; one line about the cache follows on stderr. Under mlx.launch the ranks hold the
+The text goes to stdout as it comes; one line about the cache follows on stderr. The first run with a model calibrates
+it, once. --budget is a number of rows, or a share of the prompt such as 0.25. Under mlx.launch the ranks hold the
 model together, and each the cache of its own part.
 """
 
@@ -8,7 +9,12 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from velox_cache.cli.method_arguments import METHOD_EXAMPLES, add_method_arguments, install_method
+from velox_cache.cli.method_arguments import (
+    METHOD_EXAMPLES,
+    add_method_arguments,
+    check_method_arguments,
+    install_method,
+)
 from velox_cache.cli.model_argument import (
     add_model_argument,
     add_model_id_argument,
@@ -17,14 +23,14 @@ from velox_cache.cli.model_argument import (
     model_id,
 )
 from velox_cache.cli.stdin import text_from_stdin
+from velox_cache.file_checks import file_text
 
 if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
     from velox_cache.harness.memory import CacheUsage
 
 EXAMPLES = f"""examples:
-  velox generate smollm2-135m --calibration calibration.npz --budget 512 --prompt "Why is the sky blue?"
+  velox generate smollm2-135m --budget 512 --prompt "Why is the sky blue?"
+  velox generate MODEL --budget 0.25 --context report.txt --prompt "What does it recommend?"
   cat report.txt | velox generate MODEL --budget 1024 --recent 256 --calibration FILE --prompt - --max-tokens 400
   velox generate MODEL --method full --prompt "Once upon a time" --no-chat
 
@@ -35,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `velox generate`."""
     add_model_argument(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the prompt; - reads it from stdin")
+    parser.add_argument(
+        "--context",
+        metavar="FILE",
+        help="text that the prompt is about, read and evicted from before the prompt is seen",
+    )
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="stop after N tokens (default: 256)")
     parser.add_argument(
         "--temp", type=float, default=0.0, metavar="T", help="sampling temperature (default: 0, greedy)"
@@ -64,6 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.top_p <= 1:
         raise ValueError(f"--top-p is a probability, from 0 (off) to 1, got {arguments.top_p}")
 
+    context = file_text(arguments.context) if arguments.context else None
+    check_method_arguments(arguments, share=True)
+
     import mlx.core as mx
     from mlx_lm import stream_generate
     from mlx_lm.generate import generation_stream
@@ -72,11 +86,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     from velox_cache.cli.progress import prefill_progress
     from velox_cache.distributed.collectives import agreed_seed, barrier, world
+    from velox_cache.generation import prompt_parts, read_context
     from velox_cache.harness.memory import cache_usage
 
     model, tokenizer = load_model(arguments.model, arguments.shard)
     group = world()
-    report = install_method(model, arguments, arguments.model_id or model_id(arguments.model))
+    read_first, tokens = prompt_parts(tokenizer, prompt, context, arguments.chat)
+    report = install_method(
+        model,
+        arguments,
+        tokenizer=tokenizer,
+        name=model_id(arguments.model),
+        n_prompt=len(read_first) + len(tokens),
+    )
     if report is not None and not all(entry.bounded for entry in report.layers):
         print(report, file=sys.stderr)
     if arguments.seed is not None:
@@ -84,11 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
     elif group is not None:
         mx.random.seed(agreed_seed(group))  # each rank samples for itself
     caches = make_prompt_cache(model)
+    read_context(model, read_first, caches)
     with prefill_progress() as on_prefill:
         for response in stream_generate(
             model,
             tokenizer,
-            prompt_tokens(tokenizer, prompt, arguments.chat),
+            tokens,
             max_tokens=arguments.max_tokens,
             sampler=make_sampler(arguments.temp, arguments.top_p),
             prompt_cache=caches,
@@ -101,19 +124,6 @@ def run(arguments: argparse.Namespace) -> int:
     part = "" if group is None else f"rank 0 of {group.size()}: "
     print(part + usage_line(cache_usage(caches), response.generation_tps), file=sys.stderr)
     return 0
-
-
-def prompt_tokens(tokenizer: "TokenizerWrapper", prompt: str, chat: bool | None) -> list[int]:
-    """The prompt's tokens, inside the chat template when `chat`, or when the tokenizer has one and `chat` is None.
-
-    Raises ValueError when a template is asked for and there is none.
-    """
-    if chat and not tokenizer.has_chat_template:
-        raise ValueError("this model has no chat template; leave --chat out")
-    if chat is False or not tokenizer.has_chat_template:
-        return list(tokenizer.encode(prompt))
-    messages = [{"role": "user", "content": prompt}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
 
 
 def usage_line(usage: "CacheUsage", tokens_per_second: float) -> str:

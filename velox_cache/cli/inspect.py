@@ -36,6 +36,8 @@ def describe(calibration: "Calibration") -> str:
         f"{calibration.n_samples:,} queries per head",
         f"  convention   {calibration.basis} queries, {calibration.sign_convention}",
     ]
+    if calibration.predicts is not None:
+        lines.append(f"  predicts     attention on unseen text, rank correlation {calibration.predicts:+.2f}")
     if calibration.fusion is not None:
         choice = calibration.fusion
         lines.append(

@@ -38,7 +38,7 @@ def _print_plan(name: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from velox_cache.architectures.verdict import verdict
+    from velox_cache.architectures.verdict import in_words, verdict
     from velox_cache.introspection.query_tap import model_type
 
     model, _ = mlx_lm.load(str(model_folder(name) or name), lazy=True)
@@ -48,17 +48,8 @@ def _print_plan(name: str) -> None:
         table.add_row(str(entry.layer), entry.cache, "yes" if entry.bounded else "no", entry.reason)
     console = Console()
     console.print(table)
-    bounded = sum(entry.bounded for entry in found.layers)
-    console.print(f"{model_type(model)}: {bounded} of {len(found.layers)} layers can be bounded")
-    if not bounded:
-        return
-    if found.no_queries is None:
-        console.print("attention can be observed: methods that score by true queries work")
-    else:
-        console.print(f"methods that score by attention need queries='proxy' here: {found.no_queries}")
-    if found.no_renumbering is None:
-        console.print("the rotary embedding can be read: renumber=True works")
-    else:
-        console.print(f"renumber=True is refused: {found.no_renumbering}")
-    if found.mask_arrays:
-        console.print("masks are arrays, made once for all layers: every layer needs the same budget")
+    said = dict(in_words(found))
+    console.print(f"{model_type(model)}: {said.pop('layers')}")
+    for about in ("queries", "renumbering", "masks"):  # the others are in the table
+        if about in said:
+            console.print(said[about])

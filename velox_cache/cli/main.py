@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "demo": "start here: fetch a small model, calibrate it, compare caches side by side",
         "generate": "generate text inside a bounded cache",
+        "advise": "say which budget fits a model, a memory and a context",
         "serve": "run mlx_lm's OpenAI-compatible server with bounded caches",
         "calibrate": "calibrate a model on any text: directions and statistics for each KV head",
         "inspect": "say what is in a calibration",
@@ -38,8 +39,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 EXAMPLES = """examples:
   velox demo
   velox fetch-model smollm2-135m
-  velox calibrate smollm2-135m -o calibration.npz
-  velox generate smollm2-135m --budget 512 --calibration calibration.npz --prompt "Why is the sky blue?"
+  velox advise smollm2-135m --memory 1GB --context 32000
+  velox generate smollm2-135m --budget 512 --prompt "Why is the sky blue?"
 
 `velox COMMAND --help` explains each."""
 REFUSED = 2  # argparse's own status for arguments that cannot be used

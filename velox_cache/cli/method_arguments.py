@@ -6,14 +6,17 @@ registered is offered everywhere.
 
 import argparse
 import json
-import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from velox_cache.cli.calibration_argument import add_calibration_argument
+from velox_cache.recommended import RECOMMENDED_METHOD
 
 if TYPE_CHECKING:
     import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from velox_cache.calibration.artifact import Calibration
     from velox_cache.installation.installing import InstallReport
 
 FULL_CACHE = "full"
@@ -24,19 +27,28 @@ METHOD_EXAMPLES = """settings:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """--method, --budget, --recent, --n-sink, --set, --calibration, --queries."""
+    """--method, --budget, --recent, --n-sink, --pinned, --set, --calibration, --queries."""
     group = parser.add_argument_group("cache")
     group.add_argument(
         "--method",
-        default="qfilters",
+        default=RECOMMENDED_METHOD,
         metavar="NAME",
-        help=f"see `velox methods`; {FULL_CACHE!r} is the model's own cache (default: qfilters)",
+        help=f"see `velox methods`; {FULL_CACHE!r} is the model's own cache (default: {RECOMMENDED_METHOD})",
     )
-    group.add_argument("--budget", type=int, metavar="N", help="most rows kept per head, all included (default: 512)")
+    group.add_argument(
+        "--budget", type=_budget, metavar="N", help="most rows kept per head, all included (default: 512)"
+    )
     group.add_argument(
         "--recent", type=int, metavar="R", help="latest rows that always stay (default: 3/4 of the budget)"
     )
     group.add_argument("--n-sink", type=int, metavar="N", help="first rows that always stay (default: 4)")
+    group.add_argument(
+        "--pinned",
+        type=_range,
+        action="append",
+        metavar="START:STOP",
+        help="positions that always stay, such as 0:120 for a system prompt; may be given several times",
+    )
     group.add_argument(
         "--set",
         dest="settings",
@@ -46,7 +58,14 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="any other setting of the method; may be given several times",
     )
-    add_calibration_argument(group, "what `velox calibrate` made, for methods that use it")
+    add_calibration_argument(
+        group, "what `velox calibrate` made (default: that of these weights, made once where there is none)"
+    )
+    group.add_argument(
+        "--no-calibrate",
+        action="store_true",
+        help="look for no calibration and make none: Q-Filters then guesses from the first keys of each text",
+    )
     group.add_argument(
         "--queries",
         choices=("true", "proxy"),
@@ -57,7 +76,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
 
 def method_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings that were given, by name: what `velox_cache.install` takes as keywords."""
-    common = {name: getattr(arguments, name) for name in ("budget", "recent", "n_sink")}
+    common = {name: getattr(arguments, name) for name in ("budget", "recent", "n_sink", "pinned")}
     given = {name: value for name, value in common.items() if value is not None}
     for name, value in arguments.settings:
         if name in given:
@@ -66,31 +85,102 @@ def method_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def install_method(
-    model: "nn.Module", arguments: argparse.Namespace, model_id: str | None = None
-) -> "InstallReport | None":
-    """Give `model` the caches that the options ask for; what was done, or None for the full cache.
-
-    `model_id` is the name that the calibration must bear. Raises ValueError as `velox_cache.install` and
-    `velox_cache.load_calibration` do, and when settings are given for the full cache.
-    """
-    from velox_cache import install, load_calibration, uninstall
+def check_method_arguments(arguments: argparse.Namespace, *, share: bool = False) -> None:
+    """ValueError for options that cannot work, before a model is loaded. share: a budget may be one of the prompt."""
+    from velox_cache.calibration.default_recent import RECENT_SHARE, with_default_recent
+    from velox_cache.installation.asked import check_budget, check_settings
     from velox_cache.known_methods import method_named
 
     settings = method_settings(arguments)
     if arguments.method == FULL_CACHE:
         if settings or arguments.calibration:
             raise ValueError(f"--method {FULL_CACHE} keeps every row: it takes no settings and no calibration")
+        return
+    method = method_named(arguments.method)
+    if isinstance(settings.get("budget"), float):
+        if not share:
+            check_budget(settings["budget"])
+        del settings["budget"]  # rows are counted when the prompt is known
+        settings.pop("recent", None)
+    check_settings(method, with_default_recent(method, settings, RECENT_SHARE))
+    if arguments.calibration:
+        stored_calibration(arguments, None)
+
+
+def stored_calibration(arguments: argparse.Namespace, name: str | None) -> "Calibration | None":
+    """The calibration in the file that is named, if one is.
+
+    `name` is that of the model, None where it is not known. A file that knows its weights is compared by them when it
+    is installed, others by their name; with --model-id, the name that it gives decides. Raises ValueError for another.
+    """
+    from velox_cache import load_calibration
+
+    if not arguments.calibration:
+        return None
+    asked = getattr(arguments, "model_id", None)
+    calibration = load_calibration(arguments.calibration, expect_model_id=asked)
+    if asked is not None:
+        return replace(calibration, weights=None)
+    if calibration.weights is None and name is not None and calibration.model_id not in (None, name):
+        raise ValueError(
+            f"{arguments.calibration} was calibrated for model {calibration.model_id!r}, not {name!r}; leave it out to "
+            f"have one found or made, or say --model-id {calibration.model_id} if the two names mean the same weights"
+        )
+    return calibration
+
+
+def install_method(
+    model: "nn.Module",
+    arguments: argparse.Namespace,
+    *,
+    tokenizer: "TokenizerWrapper | None" = None,
+    name: str | None = None,
+    n_prompt: int | None = None,
+    snapshots: int = 0,
+) -> "InstallReport | None":
+    """Give `model` the caches that the options ask for; what was done, or None for the full cache.
+
+    name: the model's, for calibrations that do not know their weights. n_prompt: tokens that a share is of. Raises
+    ValueError as `velox_cache.install` and `stored_calibration` do.
+    """
+    from velox_cache import install, uninstall
+
+    settings = method_settings(arguments)
+    if arguments.method == FULL_CACHE:
         uninstall(model)
         return None
-    calibration = load_calibration(arguments.calibration, expect_model_id=model_id) if arguments.calibration else None
-    report = install(model, arguments.method, calibration=calibration, queries=arguments.queries, **settings)
-    if calibration is None and "filters" in method_named(arguments.method).calibrated:
-        print(
-            "note: without --calibration, a worse stand-in is used; `velox calibrate` makes a calibration",
-            file=sys.stderr,
-        )
-    return report
+    if n_prompt is not None:
+        from velox_cache.generation import rows_of
+
+        settings["budget"] = rows_of(settings.get("budget"), n_prompt)
+    return install(
+        model,
+        arguments.method,
+        calibration=stored_calibration(arguments, name),
+        calibrate=False if arguments.no_calibrate else "auto",
+        tokenizer=tokenizer,
+        queries=arguments.queries,
+        snapshots=snapshots,
+        **settings,
+    )
+
+
+def _budget(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of rows, such as 512") from None
+
+
+def _range(text: str) -> tuple[int, int]:
+    start, colon, stop = text.partition(":")
+    if not colon or not start.isdecimal() or not stop.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form START:STOP, such as 0:120")
+    return int(start), int(stop)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -40,12 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings_line(method: "Method") -> str:
-    """Name and default of each setting. The rotary embedding is none to give here: install reads the model's."""
+    """Name and default of each setting but the rotary embedding, which install reads from the model."""
     return ", ".join(f"{name}={default}" for name, default in method.settings.items() if name != "rope")
 
 
 def _documentation(method: "Method") -> str:
-    """What a built-in method's module says, since each has a module of its own; what the factory says of others."""
+    """The docstring of a built-in method's module, and of the factory of any other method."""
     from velox_fn.registry import BUILT_IN
 
     module = inspect.getmodule(method.factory)

@@ -80,7 +80,7 @@ def load_model(model: str, shard: str | None = None) -> "tuple[nn.Module, Tokeni
     from velox_cache.distributed.collectives import world
 
     group = None if shard is None else world()
-    # It warns of texts longer than the model's context; ours go in in pieces.
+    # The tokenizer warns of texts longer than the model's context. Ours are read in pieces.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     folder = model_folder(model)
     if folder is not None:

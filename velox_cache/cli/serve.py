@@ -6,16 +6,23 @@ options come last, after --server-options."""
 import argparse
 from typing import TYPE_CHECKING
 
-from velox_cache.cli.method_arguments import FULL_CACHE, METHOD_EXAMPLES, add_method_arguments, method_settings
+from velox_cache.cli.method_arguments import (
+    METHOD_EXAMPLES,
+    add_method_arguments,
+    check_method_arguments,
+    install_method,
+    method_settings,
+)
 from velox_cache.cli.model_argument import add_model_argument, model_folder
 
 if TYPE_CHECKING:
     import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 EXAMPLES = f"""{METHOD_EXAMPLES}
 
 examples:
-  velox serve smollm2-135m --budget 512 --calibration calibration.npz
+  velox serve smollm2-135m --budget 512
   velox serve mlx-community/Qwen3-4B-4bit --budget 2048 --port 8000 --server-options --temp 0.7"""
 
 
@@ -25,6 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_method_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8080, help="port to listen on (default: 8080)")
+    parser.add_argument(
+        "--pin-system",
+        action="store_true",
+        help="keep all of a chat up to the end of its system message; it counts in the budget, which it must fit",
+    )
+    parser.add_argument(
+        "--snapshots",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --set interval=: boundaries that a stored cache can be taken back beyond, for prompts that go on "
+        "from before the last reply (default: 1)",
+    )
     parser.add_argument(
         "--server-options",
         nargs=argparse.REMAINDER,
@@ -36,23 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    from velox_cache.installation.installing import install
+    check_method_arguments(arguments)
+
     from velox_cache.serve import serve
 
     folder = model_folder(arguments.model)
     settings = method_settings(arguments)
+    snapshots = arguments.snapshots if settings.get("interval", 1) > 1 else 0
     if settings.get("rollback"):
         raise ValueError(
             f"rollback={settings['rollback']} is for speculative decoding, which the server does not offer"
         )
     options = ["--host", arguments.host, "--port", str(arguments.port), *arguments.server_options]
 
-    def bound(model: "nn.Module") -> object:
-        if arguments.method == FULL_CACHE:
-            return "the model's own caches, unbounded"
-        return install(
-            model, arguments.method, calibration=arguments.calibration, queries=arguments.queries, **settings
-        )
+    def bound(model: "nn.Module", tokenizer: "TokenizerWrapper") -> object:
+        report = install_method(model, arguments, tokenizer=tokenizer, snapshots=snapshots)
+        return report or "the model's own caches, unbounded"
 
-    serve(arguments.model if folder is None else str(folder), bound, options)
+    serve(arguments.model if folder is None else str(folder), bound, options, pin_system=arguments.pin_system)
     return 0

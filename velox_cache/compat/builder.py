@@ -6,10 +6,12 @@ import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.made_once import check_weights
 from velox_cache.compat.config import KVCacheConfig
-from velox_cache.installation.layer_arguments import layer_arguments
+from velox_cache.installation.layer_arguments import check_values_read, layer_arguments
 from velox_cache.installation.own_part import part_of_calibration
-from velox_cache.introspection.plan import check_filter_layout, key_layout, make_caches, plan_layers
+from velox_cache.introspection.key_layouts import KeyLayouts, check_filter_layout
+from velox_cache.introspection.plan import make_caches, plan_layers
 from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import ModelShard, model_shard
 from velox_cache.known_methods import method_named
@@ -25,14 +27,19 @@ class KVCacheBuilder:
 
         Layers that are not bounded keep the cache that the model makes for them. To have mlx_lm make fresh ones for
         every generation, use `install`. On a model that is spread over several processes each makes its own part.
-        Raises ValueError when head_dim or the calibration do not fit the model.
+        Raises ValueError when head_dim or the calibration do not fit the model, or it was made with other weights.
         """
         plan = plan_layers(model)
         shard = model_shard(model)
-        ropes = ModelRopes(model)
+        ropes, layouts = ModelRopes(model), KeyLayouts(model)
+        check_values_read(method_named(config.method), config.settings(), model)
+        if calibration is not None:
+            check_weights(calibration, model)
         own = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
         methods = {
-            entry.layer: _layer_method(model, config, own, entry.layer, shard, ropes) for entry in plan if entry.bounded
+            entry.layer: _layer_method(model, config, own, entry.layer, shard, ropes, layouts)
+            for entry in plan
+            if entry.bounded
         }
         return make_caches(model, plan, lambda layer: EvictingKVCache(methods[layer]))
 
@@ -44,14 +51,17 @@ def _layer_method(
     layer: int,
     shard: ModelShard,
     ropes: ModelRopes,
+    layouts: KeyLayouts,
 ) -> Eviction:
-    head_dim = key_layout(model, layer)[1]
-    if config.head_dim is not None and head_dim not in (None, config.head_dim):
+    layout = layouts.of_layer(layer) if config.head_dim is not None else None
+    if layout is not None and layout.head_dim != config.head_dim:
         raise ValueError(
-            f"head_dim={config.head_dim} does not fit this model: keys of layer {layer} have {head_dim} dimensions; "
-            "give that, or leave head_dim out"
+            f"head_dim={config.head_dim} does not fit this model: keys of layer {layer} have {layout.head_dim} "
+            "dimensions; give that, or leave head_dim out"
         )
-    arguments = layer_arguments(method_named(config.method), config.settings(), model, layer, calibration, shard, ropes)
+    arguments = layer_arguments(
+        method_named(config.method), config.settings(), model, layer, calibration, shard, ropes, layouts
+    )
     method = config.eviction(**arguments)
-    check_filter_layout(model, layer, method)
+    check_filter_layout(layouts, layer, method)
     return method

@@ -1,4 +1,5 @@
-"""Several processes at one piece of work: collectives over mlx's engine, and what the launcher says of a rank.
+"""Several processes that work together: collectives over mlx's engine, and which rank this process is.
 
-`launcher` needs no mlx, so that `velox --help` stays quick; this file imports nothing for the same reason.
+`launcher` needs no mlx, so that `velox --help` stays quick. This file imports nothing for the same reason. Any room may
+import from here.
 """

@@ -1,7 +1,8 @@
-"""Several processes at one piece of work, over mlx's own engine: `mx.distributed`, started by `mlx.launch`.
+"""Collective calls of several processes, over mlx's own engine: `mx.distributed`, started by `mlx.launch`.
 
-What passes between ranks here: sums of a calibration, and short texts. Nothing of a cache ever does. Every function is
-collective: all ranks of the group call it, in the same order. A rank that dies ends the others with a RuntimeError.
+A *rank* is one of these processes. Sums of a calibration and short texts pass between ranks; nothing of a cache does.
+All ranks of the group call a function of this module, in the same order. When a rank dies, the others raise
+RuntimeError.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ Cell = TypeVar("Cell")
 
 
 def world() -> Group | None:
-    """The group of all processes that a launcher started; None for a process by itself, at no cost.
+    """The group of all processes that a launcher started; None for a process by itself.
 
     Raises RuntimeError when the other processes cannot be reached.
     """
@@ -31,17 +32,17 @@ def world() -> Group | None:
 
 
 def summed(array: mx.array, group: Group) -> mx.array:
-    """The sum over ranks of arrays of one shape and dtype, float64 too, evaluated. Raises RuntimeError: see above."""
+    """The sum over ranks of arrays of one shape and dtype, evaluated. float64 is allowed."""
     return _evaluated(mx.distributed.all_sum(array, group=group, stream=mx.cpu))
 
 
 def broadcast(array: mx.array, group: Group) -> mx.array:
-    """Rank 0's array, bit for bit; the others give one of its shape and dtype, whatever it holds."""
+    """Rank 0's array on every rank, bit for bit. Of the others' arrays only shape and dtype count."""
     return summed(array if group.rank() == 0 else mx.zeros_like(array, stream=mx.cpu), group)
 
 
 def barrier(group: Group, stream: mx.Stream | mx.ThreadLocalStream) -> None:
-    """Wait for what runs on `stream`, then for the other ranks: one that exits early cuts off those that still read."""
+    """Wait for what runs on `stream`, then for all ranks. A rank that exits earlier would cut off the others."""
     mx.synchronize(stream)
     summed(mx.zeros((1,)), group)
 
@@ -57,7 +58,7 @@ def agreed_seed(group: Group) -> int:
 
 
 def all_gather_texts(text: str, group: Group) -> list[str]:
-    """What each rank gave, in the order of ranks."""
+    """The text of each rank, in the order of ranks, on every rank."""
     encoded = np.frombuffer(text.encode(), np.uint8)
     longest = mx.array([len(encoded)], mx.int32)
     length = int(np.array(_evaluated(mx.distributed.all_max(longest, group=group, stream=mx.cpu)))[0]) + 1
@@ -68,9 +69,9 @@ def all_gather_texts(text: str, group: Group) -> list[str]:
 
 @contextmanager
 def failing_together(group: Group | None) -> Iterator[None]:
-    """Work of each rank by itself, at whose end they meet: if it raised on one rank, it raises on all.
+    """A block of work that each rank does by itself. If it raises on one rank, it raises on all.
 
-    The block must hold no collective call. The ranks on which nothing went wrong raise RuntimeError with the message of
+    The block must hold no collective call. Ranks on which nothing went wrong raise RuntimeError, with the message of
     one on which something did.
     """
     if group is None:
@@ -96,13 +97,17 @@ def own_share(
     done: Callable[[Cell], bool] = lambda cell: False,
     cost: Callable[[Cell], float] = lambda cell: 1.0,
 ) -> list[Cell]:
-    """The cells of a piece of work that this rank does: no cell twice, none left out, and none that is done.
+    """The cells of a piece of work that this rank does. Over all ranks, each cell that is not done is done once.
 
-    done: whether a cell's result is there already; what one rank sees counts for all, so a run that was ended goes on
-    where it stood, also with another number of ranks. cost: how long a cell takes, in any unit; the longest go first,
-    each to the rank with least to do. All ranks give the same cells, whose `repr` must tell them apart.
+    Args:
+        cells: the same on all ranks. Their `repr` must tell them apart.
+        group: of the ranks; None for a process by itself.
+        done: whether a cell's result is there already. What one rank sees counts for all. So a run that was ended goes
+            on where it stood, also with another number of ranks.
+        cost: how long a cell takes, in any unit. The longest go first, each to the rank with least to do.
 
-    Raises ValueError when the ranks' cells differ.
+    Raises:
+        ValueError: the ranks' cells differ.
     """
     finished = np.array([done(cell) for cell in cells], np.int32)
     rank, size = 0, 1
@@ -116,7 +121,7 @@ def own_share(
 
 
 def shared_out(cells: Sequence[Cell], n_ranks: int, cost: Callable[[Cell], float]) -> list[list[Cell]]:
-    """Each cell to one of `n_ranks`: the longest first, each to the rank with least to do, the lowest of such."""
+    """The cells of each of `n_ranks`: the longest first, each to the rank with least to do, the lowest among equals."""
     loads, shares = [0.0] * n_ranks, [list[Cell]() for _ in range(n_ranks)]
     for cell in sorted(cells, key=cost, reverse=True):  # stable: equal costs stay in order
         least = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""Which of several processes this one is, as its launcher says. Needs no mlx, so that `velox --help` stays quick."""
+"""Which rank this process is, as its launcher says. Needs no mlx, so that `velox --help` stays quick."""
 
 import os
 
@@ -12,6 +12,6 @@ def launched_rank() -> int | None:
 
 
 def refuse_stdin(option: str) -> None:
-    """ValueError under a launcher, which passes stdin on to its processes but never its end: they would wait for it."""
+    """Raises ValueError under a launcher. It passes stdin on to its processes but never its end, so they would wait."""
     if launched_rank() is not None:
         raise ValueError(f"{option} reads stdin, which never ends under mlx.launch; give the text itself, or a file")

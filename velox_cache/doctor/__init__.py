@@ -1,1 +1,4 @@
-"""What an installation is, whether its kernels are right, and how fast it is: one report to attach to an issue."""
+"""One report on an installation, to attach to an issue: versions and machine, the kernels' results, timings.
+
+Imports velox_fn and the kernels only. `velox doctor` prints it.
+"""

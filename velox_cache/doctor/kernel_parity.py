@@ -1,4 +1,4 @@
-"""Compares the Metal kernels with what they must compute, on the machine at hand. For `velox doctor`."""
+"""The Metal kernels of this machine against what they must compute. For `velox doctor`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What an installation is, whether its kernels are right and how fast it is: one report to attach to an issue."""
+"""The report on an installation: versions and machine, whether the kernels are right, and how fast it is."""
 
 import platform
 import subprocess
@@ -25,7 +25,7 @@ class Finding:
 
 def doctor() -> list[Finding]:
     """Looks at versions, machine, Metal kernels and speed. Takes a few seconds; allocates some tens of MB."""
-    looks = {_CORE: _core, "Metal kernels": _kernels, "speed": _speed}
+    looks = {_CORE: _core, "mlx-lm": _protocol, "Metal kernels": _kernels, "speed": _speed}
     return [*_versions(), *_machine(), *(finding for topic, look in looks.items() for finding in _tried(topic, look))]
 
 
@@ -54,8 +54,8 @@ def as_text(findings: list[Finding], width: int = 100) -> str:
 
 
 def _tried(topic: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What `look` finds. What breaks it is a finding too: a kernel that Apple's compiler refuses, a chex and a jax that
-    do not fit each other, whatever that raises."""
+    """What `look` finds. An exception in it is a finding too: a kernel that does not compile, or versions of chex and
+    jax that do not fit each other."""
     try:
         yield from look()
     except Exception as error:
@@ -99,6 +99,15 @@ def _core() -> Iterator[Finding]:
     yield Finding(_CORE, "works", records.__file__)
 
 
+def _protocol() -> Iterator[Finding]:
+    from velox_cache.caches.mlx_lm_protocol import TESTED, protocol_faults
+
+    faults = protocol_faults()
+    yield Finding("mlx-lm", "cache protocol", "; ".join(faults) or "the one that evicting caches speak", bool(faults))
+    if faults:
+        yield Finding("mlx-lm", "what to do", f"pip install '{TESTED}'")
+
+
 def _kernels() -> Iterator[Finding]:
     from metal_src import metal_available
 
@@ -118,9 +127,11 @@ def _kernels() -> Iterator[Finding]:
 
 def _speed() -> list[Finding]:
     from velox_cache.doctor import timings
+    from velox_cache.slow_blas import slow_blas_advice
 
     gflops = timings.matrix_product_gflops()
-    hint = "" if gflops >= _SLOW_GFLOPS else "; slow: on Linux preload a faster BLAS, such as MKL's libmkl_rt"
+    advice = slow_blas_advice()
+    hint = "" if gflops >= _SLOW_GFLOPS or advice is None else f"; {advice}"
     evictions = timings.block_eviction_ms()
     return [
         Finding("speed", "float32 matrix product", f"{gflops:.1f} GFLOP/s{hint}"),

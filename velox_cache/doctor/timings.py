@@ -1,4 +1,4 @@
-"""Small timings of one machine, for `velox doctor`. Medians of a few repeats: an impression, not a benchmark."""
+"""Small timings of one machine, for `velox doctor`: medians of a few repeats. The benchmark is `velox bench`."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _H, _D, _BUDGET, _ROWS = 8, 128, 512, 1024
 
 
 def matrix_product_gflops(size: int = 512) -> float:
-    """Speed of a square float32 matrix product, in 10^9 operations a second: it tells a good BLAS from a bad one."""
+    """Speed of a square float32 matrix product, in 10^9 operations a second. It depends on the BLAS in use."""
     square = mx.random.normal((size, size))
     mx.eval(square)
     return 2 * size**3 / _median_seconds(lambda: mx.eval(square @ square), 5) / 1e9
@@ -40,7 +40,7 @@ def decode_step_ms() -> float:
     method = qfilters(budget=_BUDGET, recent=32, filters=mx.random.normal((_H, _D)))
     state, view = method.update(method.init(1, _H, _D, _D, mx.float16), *_block(_BUDGET + 1))
     mx.eval(view)
-    del view  # a view held here would have every step copy the buffers instead of writing one row
+    del view  # while a view is held, a step copies the buffers instead of writing one row
     keys, values = _block(1)
 
     def step() -> None:

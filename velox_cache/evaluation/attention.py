@@ -11,7 +11,7 @@ import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import Tokenizer
-from velox_cache.evaluation.predicted_attention import Scorer, attention_correlation
+from velox_cache.calibration.predicted_attention import Scorer, attention_correlation
 from velox_cache.introspection.observed_prefill import cache_layout
 from velox_fn.directions.key_svd import estimate_filter_dir
 from velox_fn.engine.scorers import unit_keys

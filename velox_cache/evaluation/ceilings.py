@@ -100,6 +100,9 @@ def _ceiling(scores: mx.array, budget: int, recent: int) -> Eviction:
 
 def _read(model: nn.Module, tokens: Sequence[int], rows: SharedPrefill) -> list[LayerQueries]:
     (calls,) = observed_prefill(model, tokens, len(tokens), caches=rows.own_caches())
+    terms = sorted({name for call in calls for name in call.terms})
+    if terms:
+        raise ValueError(f"ceilings do not know what {', '.join(terms)} adds to this model's softmax; leave them out")
     return calls
 
 

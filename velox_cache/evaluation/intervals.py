@@ -1,10 +1,13 @@
 """What evicting at intervals costs in quality, at equal peak rows: budget + interval against a budget alone."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.harness.fidelity import fidelity
@@ -51,10 +54,45 @@ def read_at_intervals(
         for interval in intervals:
             budget = peak - (interval if interval > 1 else 0)
             given = dict(settings or {}) | ({} if share is None else {"recent": int(share * budget)})
-            install(model, method, budget=budget, interval=interval, calibration=calibration, **given)
+            install(model, method, budget=budget, interval=interval, calibration=calibration, calibrate=False, **given)
             reading = read_passage(model, passage, n_context=n_context)
             uninstall(model)
             near = fidelity(reading, full)
             one = IntervalReading(interval, budget, number, perplexity(reading), near.kl_divergence, near.agreement)
             found.append(one)
+    return found
+
+
+def by_interval(found: Sequence[IntervalReading]) -> list[dict[str, Any]]:
+    """One row for each interval: the means over the passages, next to those of interval 1."""
+    at_once = np.array([one.kl_divergence for one in found if one.interval == 1])
+    rows: list[dict[str, Any]] = []
+    for interval in dict.fromkeys(one.interval for one in found):
+        those = [one for one in found if one.interval == interval]
+        more = np.array([one.kl_divergence for one in those]) - at_once
+        rows.append(
+            {
+                "interval": interval,
+                "budget": those[0].budget,
+                "KL to full": float(np.mean([one.kl_divergence for one in those])),
+                "more than at 1": float(more.mean()),
+                "worse on": f"{(more > 0).sum()} of {len(those)}" if interval > 1 else "-",
+                "perplexity": float(np.exp(np.mean(np.log([one.perplexity for one in those])))),
+                "same next token": float(np.mean([one.agreement for one in those])),
+            }
+        )
+    return rows
+
+
+def saved_readings(folder: Path) -> dict[str, list[IntervalReading]]:
+    """The readings saved in `folder` as METHOD-TEXT.json, those of all texts together, by method.
+
+    Raises ValueError when there are none.
+    """
+    found: dict[str, list[IntervalReading]] = {}
+    for file in sorted(folder.glob("*-*.json")):
+        method = file.stem.rpartition("-")[0]
+        found.setdefault(method, []).extend(IntervalReading(**one) for one in json.loads(file.read_text()))
+    if not found:
+        raise ValueError(f"{folder} holds no METHOD-TEXT.json, as `velox eval intervals --json` writes them")
     return found

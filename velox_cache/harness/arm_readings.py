@@ -18,7 +18,7 @@ from velox_cache.harness.side_by_side import side_by_side
 
 @dataclass(frozen=True, eq=False)
 class ArmReading:
-    """What one cache made of the passage."""
+    """The results of one cache on the passage."""
 
     losses: np.ndarray[Any, Any]  # float32 [N], negative log-likelihood of each token of the passage
     fidelity: Fidelity  # with the first cache of the call

@@ -1,4 +1,4 @@
-"""Perplexity."""
+"""Perplexity of a passage under a cache."""
 
 from typing import Any
 

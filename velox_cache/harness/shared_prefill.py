@@ -123,7 +123,7 @@ def shared_prefill(
 
     Holds the queries, keys and values of all layers. `advance` is called with the tokens done: in one block layer by
     layer, each counting for its share of them. Raises ValueError when there is no token, or when the model's queries
-    cannot be observed.
+    cannot be observed, or not cut into blocks.
     """
     if not tokens:
         raise ValueError("there is nothing to prefill: give at least one token")
@@ -136,6 +136,11 @@ def shared_prefill(
             advance((done + 1) * n_tokens // len(calls) - done * n_tokens // len(calls))
         if not calls:
             advance(n_tokens)
+        if blocks and any("mask" in call.terms for call in calls):
+            raise ValueError(
+                "this model's attention adds numbers to its logits (latent attention, for one), which this prefill "
+                "cannot keep for several blocks; use block=0"
+            )
         blocks.append(calls)
     whole = [
         replace(parts[-1], queries=mx.concatenate([part.queries for part in parts], axis=2))

@@ -1,7 +1,7 @@
-"""Decode many caches at once: a batch whose rows each have a cache of their own, of any method.
+"""Decode many caches at once: a batch whose sequences each have a cache of their own, of any method.
 
-A small model's decoding waits for its weights, and one pass over them serves all rows of a batch. mlx_lm's batches, and
-those of `EvictingKVCache.merge`, hold rows of one method; here each row keeps its own cache, which sees what it would
+Decoding a small model waits for its weights, and one pass over them serves all sequences of a batch. The batches of
+mlx_lm and of `EvictingKVCache.merge` have one method. Here each sequence keeps its own cache, which sees what it would
 see alone. Only the model's matrix products are shared.
 """
 
@@ -21,11 +21,12 @@ Step = Callable[[Sequence[int] | Sequence[Sequence[int]]], mx.array]
 
 
 class SideBySideCache:
-    """The caches of one layer, one per row of the batch, while tokens go in.
+    """The caches of one layer, one for each sequence of the batch, while tokens go in.
 
-    For single tokens rows may differ in how many keys they show; the shorter ones are padded, and the mask hides the
-    padding. Blocks of several tokens need rows that show equally many, as those of one group do. It is made
-    from one layer's cache and used for all of its kind, so a row's caches must hold the same number of keys in each.
+    For single tokens sequences may differ in how many keys they show. The shorter ones are padded, and the mask hides
+    the padding. Blocks of several tokens need sequences that show equally many, as those of one group do. The mask is
+    made from one layer's cache and used for all layers of its kind. So the caches of a sequence must hold the same
+    number of keys in each of these layers.
     """
 
     def __init__(self, rows: Sequence[Any]) -> None:
@@ -37,9 +38,9 @@ class SideBySideCache:
         return mx.array([row.offset for row in self._rows], mx.int32)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """Bool [A,1,1,n], True for the rows' own keys; what one row makes when all show the same number.
+        """Bool [A,1,1,n], True for a sequence's own keys; what one cache makes when all show equally many.
 
-        Raises ValueError for several tokens over unequal rows, or for a window that is narrower than its cache.
+        Raises ValueError for several tokens over unequal caches, or for a window that is narrower than its cache.
         """
         shown = [_keys_shown(row) for row in self._rows]
         if N != 1:
@@ -64,7 +65,7 @@ class SideBySideCache:
     def observe_queries(
         self, output: mx.array, queries: mx.array, keys: mx.array, values: mx.array, scale: float, **terms: Any
     ) -> mx.array:
-        """Show each cache its row's queries, as the query tap would."""
+        """Show each cache the queries of its sequence, as the query tap would."""
         outputs = []
         for i, row in enumerate(self._rows):
             own = output[i : i + 1]
@@ -78,8 +79,8 @@ class SideBySideCache:
 def side_by_side(model: nn.Module, prompt_caches: Sequence[Sequence[Any]]) -> Iterator[Step]:
     """A function that feeds a token, or a block of tokens, to each of `prompt_caches` and returns the logits.
 
-    Those that show equally many keys go together in one batch, where all caches are evicting, plain or sliding ones;
-    elsewhere each goes by itself.
+    Prompt caches that show equally many keys go together in one batch, if all their caches are evicting, plain or
+    sliding ones. Otherwise each goes by itself.
     """
     rows = [row for cache in prompt_caches for row in cache]
     together = all(isinstance(row, EvictingKVCache | KVCache | RotatingKVCache) for row in rows)

@@ -1,4 +1,4 @@
-"""Texts of different kinds to read, none of which calibration or the tasks' filler use, on any machine with mlx_lm."""
+"""Texts of different kinds to read, there wherever mlx_lm is. Neither calibration nor the tasks' filler use them."""
 
 import hashlib
 import inspect

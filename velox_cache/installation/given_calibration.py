@@ -1,8 +1,16 @@
-"""The calibration that `install` is given: a record or a file, under either of its names."""
+"""Which calibration `install` uses: the one that it is given, one found by the model's weights, or a new one."""
 
 import os
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.nn as nn
 
 from velox_cache.calibration.artifact import Calibration, load_calibration
+from velox_cache.calibration.calibrating import Tokenizer
+from velox_cache.calibration.made_once import check_weights, found_calibration, made_calibration
+from velox_cache.installation.layer_arguments import calibrated_params
+from velox_fn.method import Method
 
 GivenCalibration = str | os.PathLike[str] | Calibration
 
@@ -14,13 +22,62 @@ def one_of_both(calibration: GivenCalibration | None, filters: GivenCalibration 
     return filters if calibration is None else calibration
 
 
-def loaded(given: GivenCalibration | None) -> Calibration | None:
+def loaded(given: GivenCalibration) -> Calibration:
     """The calibration, read from its file where a path was given. ValueError when it is none."""
     if isinstance(given, str | os.PathLike):
         return load_calibration(given)
-    if given is not None and not isinstance(given, Calibration):
+    if not isinstance(given, Calibration):
         raise ValueError(
             f"calibration must be a Calibration or the path of one, got {type(given).__name__}; wrap arrays [H,D], one "
             "per layer, in Calibration(arrays)"
         )
     return given
+
+
+def calibration_of(
+    method: Method,
+    settings: Mapping[str, Any],
+    given: GivenCalibration | None,
+    calibrate: object,
+    tokenizer: Tokenizer | None,
+    model: nn.Module,
+    layer: int,
+) -> Calibration | None:
+    """The whole model's calibration for a method with these settings; None for one that works without.
+
+    layer: one that is bounded, of this process's part.
+
+    Raises ValueError when what is given is no calibration, or one of other weights, and when a method needs one, none
+    is found, and there is no tokenizer to make it with.
+    """
+    if given is not None:
+        calibration = loaded(given)
+        check_weights(calibration, model)
+        return calibration
+    if calibrate is False or not wants_calibration(method):
+        return None
+    found = found_calibration(model)
+    if found is not None and _serves(found, method, settings, layer):
+        return found
+    if tokenizer is None:
+        raise ValueError(
+            f"{method.label} needs a calibration, and none of this model is in the cache folder yet: give "
+            "tokenizer=tokenizer, as mlx_lm.load returns it with the model, and one is made once (a minute or a few) "
+            'and found from then on; or take a method that needs none, such as "streaming_llm"'
+            + ("; or say calibrate=False for a guess from each text's first keys" if method.guesses else "")
+        )
+    return made_calibration(model, tokenizer)
+
+
+def wants_calibration(method: Method) -> bool:
+    """Whether one is found or made for a method that was given none. Others work by themselves."""
+    return method.needs_calibration or method.guesses
+
+
+def _serves(found: Calibration, method: Method, settings: Mapping[str, Any], layer: int) -> bool:
+    """Whether a calibration holds what the method takes: one that an older version made may not."""
+    try:
+        calibrated_params(method, found, layer, settings)
+    except ValueError:
+        return False
+    return True

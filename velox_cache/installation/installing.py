@@ -9,8 +9,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
-from velox_cache.installation.given_calibration import GivenCalibration, loaded, one_of_both
+from velox_cache.caches.mlx_lm_protocol import check_protocol
+from velox_cache.calibration.calibrating import Tokenizer
+from velox_cache.calibration.default_recent import RECENT_SHARE, with_default_recent
+from velox_cache.calibration.made_once import about
+from velox_cache.installation.asked import check_asked, check_settings
+from velox_cache.installation.footprint import Footprint, footprint
+from velox_cache.installation.given_calibration import GivenCalibration, calibration_of, one_of_both
 from velox_cache.installation.installed import InstalledCaches
+from velox_cache.installation.layer_arguments import check_queries_together
 from velox_cache.installation.layer_budgets import (
     Budgets,
 )
@@ -19,25 +26,29 @@ from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.installation.tapped import check_shows_queries, with_own_masks
 from velox_cache.introspection.plan import LayerPlan, plan_layers
 from velox_cache.introspection.query_tap import QueryTap
+from velox_cache.introspection.row_bytes import row_bytes
 from velox_cache.introspection.shard import model_shard
 from velox_cache.known_methods import as_method
-from velox_fn.engine import checks
+from velox_cache.recommended import RECOMMENDED_METHOD
 from velox_fn.engine.eviction import Eviction
 from velox_fn.method import PLACES, Method
 
 
 @dataclass(frozen=True)
 class InstallReport:
-    """What `install` did, layer by layer. `str` of it says so in words.
+    """What `install` did, layer by layer, and what it means for a sequence. `str` of it says so in words.
 
     method: the method's name. settings: the arguments that its factory got, by name, such as settings["budget"]; a
     list, one entry per bounded layer, where layers differ. layers: one `LayerPlan` per entry of the prompt cache, with
-    whether it is bounded, and why not.
+    whether it is bounded, and why not. footprint: bytes before and now; None where rows do not say how large they are.
+    calibration: of what, on what, and how well it predicts; None where none is used.
     """
 
     method: str
     settings: Mapping[str, Any]
     layers: tuple[LayerPlan, ...]
+    footprint: Footprint | None = None
+    calibration: str | None = None
 
     def __str__(self) -> str:
         bounded = [entry for entry in self.layers if entry.bounded]
@@ -46,15 +57,18 @@ class InstallReport:
         for reason in dict.fromkeys(entry.reason for entry in self.layers if not entry.bounded):
             skipped = [str(entry.layer) for entry in self.layers if entry.reason == reason]
             lines.append(f"  not bounded, layers {', '.join(skipped)}: {reason}")
+        lines += [f"  {fact}" for fact in (self.footprint, self.calibration) if fact is not None]
         return "\n".join(lines)
 
 
 def install(
     model: nn.Module,
-    method: str | Method | Eviction | Callable[..., Eviction] = "qfilters",
+    method: str | Method | Eviction | Callable[..., Eviction] = RECOMMENDED_METHOD,
     *,
     budget: int | Budgets | None = None,
     calibration: GivenCalibration | None = None,
+    calibrate: bool | str = "auto",
+    tokenizer: Tokenizer | None = None,
     queries: str = "true",
     snapshots: int = 0,
     group: mx.distributed.Group | None = None,
@@ -71,14 +85,23 @@ def install(
     such as n_sink, recent. `recent` defaults to three quarters of the budget here: of the shares tried, it follows the
     full cache's next-token distribution best (docs/evaluation.md); without recent rows prediction loses the tokens it
     needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that.
+
     calibration: what `calibrate` makes or the path of its file, for the methods that take something from it; `filters`
-    is another name for it. queries: for methods that score by attention, "true" taps the model's own queries, "proxy"
-    lets the incoming keys stand in.
+    is another name for it. Without it, and with calibrate="auto", a method that does not work well without one takes
+    the calibration of these weights in the cache folder; where there is none yet, it is made once, with `tokenizer`, on
+    text that comes with Python, and a line on stderr says where it lies. calibrate=False: none is looked for or made.
+
+    queries: for methods that score by attention, "true" taps the model's own queries, "proxy" lets the incoming keys
+    stand in.
 
     interval, a setting of every method: rows leave only when the tokens seen pass a multiple of it, so that what a
     token sees does not depend on how the text was cut into calls; up to budget + interval rows are held. Calls of the
     model that cross a boundary are taken apart there. snapshots: how many earlier boundaries `trim` can go back beyond;
     each takes the memory of one more cache.
+
+    pinned, a setting of every method too: half-open ranges of positions whose rows never leave, such as [(0, 120)] for
+    a system prompt of 120 tokens. They count in the budget; `recent` then defaults to its share of what they leave.
+    `EvictingKVCache.pin` pins more for one sequence.
 
     On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
     them installs: its caches hold its own heads and layers, with their part of `calibration`, which is the whole
@@ -88,23 +111,29 @@ def install(
     replaces the first; `uninstall` undoes it. With true queries the model runs once, on two tokens, to see that each
     bounded layer shows its queries; for a method that turns keys it runs twice more, to see how (`ModelRopes`).
 
-    Raises ValueError when the method or a setting is unknown or cannot work, when the calibration does not fit the
-    model, when no layer can be bounded, or when true queries are asked for and the model's attention cannot be tapped.
+    Raises ValueError when the method or a setting is unknown or cannot work, when the calibration is of other weights,
+    or none is there and no tokenizer to make it with, when no layer can be bounded, or when true queries are asked for
+    and the model's attention cannot be tapped; RuntimeError when the installed mlx_lm speaks another cache protocol.
     """
-    checks.one_of("queries", queries, ("true", "proxy"))
-    calibration = one_of_both(calibration, filters)
+    check_asked(model, budget, queries, calibrate)
+    check_protocol()
+    given = one_of_both(calibration, filters)
     plan, shard = plan_layers(model), model_shard(model, group)
     if not any(entry.bounded for entry in plan) and not shard.pipelined:
         raise ValueError(f"no layer of this model can be bounded: {'; '.join({entry.reason for entry in plan})}")
-    chosen = _chosen(method, budget=budget, calibration=calibration, **settings)
+    chosen = _chosen(method, budget=budget, calibration=given, **settings)
     if not any(entry.bounded for entry in plan):  # other ranks of the pipeline have the layers that can be
         return InstallReport(chosen.name if isinstance(chosen, Eviction) else chosen.label, settings, plan)
     if isinstance(chosen, Eviction):
-        methods = of_every_layer(chosen, model, plan, shard)
+        used, methods = None, of_every_layer(chosen, model, plan, shard)
     else:
-        methods = by_layer(chosen, settings, budget, loaded(calibration), model, plan, shard)
+        one_layer = next(entry.layer for entry in plan if entry.bounded)
+        used = calibration_of(chosen, settings, given, calibrate, tokenizer, model, one_layer)
+        methods = by_layer(chosen, settings, budget, used, model, plan, shard)
     any_method = next(iter(methods.values()))
     true_queries = any_method.needs_queries and queries == "true"
+    if true_queries:
+        check_queries_together(shard, model)
     before = model.__dict__.get("make_cache")
     before = before.before if isinstance(before, InstalledCaches) else before
     installed = InstalledCaches(
@@ -119,7 +148,13 @@ def install(
     model.make_cache = installed.owning_tap()
     if any_method.settings.get("interval", 1) > 1:
         call_in_parts(model)
-    return InstallReport(any_method.name, _settings_of_all(list(methods.values())), plan)
+    return InstallReport(
+        any_method.name,
+        _settings_of_all(list(methods.values())),
+        plan,
+        footprint(row_bytes(model), methods),
+        None if used is None else about(used),
+    )
 
 
 def uninstall(model: nn.Module) -> None:
@@ -138,9 +173,10 @@ def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **argument
     """The method that `install` was given. ValueError when it is none, or does not take these arguments."""
     if not isinstance(given, Eviction):
         method = as_method(given)
-        _check_names(
-            method, {name: value for name, value in arguments.items() if name not in ("budget", "calibration")}
-        )
+        settings = {name: value for name, value in arguments.items() if name != "calibration"}
+        if settings["budget"] is None or has_own_budgets(settings["budget"]):
+            del settings["budget"]
+        check_settings(method, with_default_recent(method, settings, RECENT_SHARE))
         return method
     told = [name for name, value in arguments.items() if value is not None]
     if told:
@@ -149,18 +185,6 @@ def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **argument
             "the factory that made it, or install the factory"
         )
     return given
-
-
-def _check_names(method: Method, settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        if name == "rollback" and not method.rollback and name not in method.settings:
-            raise ValueError(
-                f"rollback={value} cannot work with {method.label}, which has no such setting: its scores change with "
-                "every call, which cannot be taken back, or it keeps no rows aside; use one that has it, such as "
-                "qfilters"
-            )
-        if name not in method.settings:
-            raise ValueError(f"{method.label} has no setting {name!r}; its settings are {', '.join(method.settings)}")
 
 
 def _settings_of_all(methods: Sequence[Eviction]) -> dict[str, Any]:

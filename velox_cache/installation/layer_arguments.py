@@ -9,8 +9,11 @@ import mlx.nn as nn
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.statistics import LayerStatistics
+from velox_cache.introspection.key_layouts import KeyLayouts
+from velox_cache.introspection.latents import caches_latents
 from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import WHOLE, ModelShard
+from velox_fn.engine.scorers import SCORERS
 from velox_fn.method import Method
 from velox_fn.methods.fusion import arrays_taken, term_names
 
@@ -28,11 +31,12 @@ def layer_arguments(
     calibration: Calibration | None,
     shard: ModelShard = WHOLE,
     ropes: ModelRopes | None = None,
+    layouts: KeyLayouts | None = None,
 ) -> dict[str, Any]:
     """The arguments that `method` takes beside `settings`, for one layer of `model`.
 
-    calibration: what of one belongs to `shard`, the part of the model that this process holds. ropes: the model's, for
-    callers who ask for several layers.
+    calibration: what of one belongs to `shard`, the part of the model that this process holds. ropes, layouts: the
+    model's, for callers who ask for several layers.
 
     Raises ValueError when a method needs a calibration and there is none, when the calibration has nothing for the
     method or the layer, when a method that renumbers needs a rotary embedding and the model's cannot be read, or when a
@@ -50,7 +54,7 @@ def layer_arguments(
     if "layer" in method.place:
         arguments["layer"] = shard.first_layer + layer
     if "first_head" in method.place:
-        arguments["first_head"] = shard.first_head(model, layer)
+        arguments["first_head"] = _first_head(model, layer, shard, layouts)
     if method.rope is not None and settings.get("rope") is None:
         ropes = ModelRopes(model) if ropes is None else ropes
         if method.rope == "to renumber" and settings.get("renumber"):
@@ -71,6 +75,47 @@ def check_heads_together(method: Method, shard: ModelShard) -> None:
             f"{shard.head_parts} ranks, which share nothing of their caches; spread the model's layers instead "
             "(pipeline), or take a method that scores each head by itself, such as qfilters or h2o"
         )
+
+
+def check_queries_together(shard: ModelShard, model: nn.Module) -> None:
+    """ValueError when rows are scored by the queries of heads that are on several ranks."""
+    if shard.head_parts > 1 and caches_latents(model):
+        raise ValueError(
+            f"the model's own queries score a latent row by all heads of a layer together, and here they are spread "
+            f"over {shard.head_parts} ranks, which share nothing of their caches; spread the model's layers instead "
+            "(pipeline), or use queries='proxy', or a method that needs no queries"
+        )
+
+
+def check_values_read(method: Method, settings: Mapping[str, Any], model: nn.Module) -> None:
+    """ValueError when the method scores a row by its value and the model's rows have none."""
+    terms = term_names({**method.defaults, **settings}["terms"]) if method.fuses else ()
+    by_value = [name for name in terms if "values" in SCORERS[name].reads]
+    if not (method.reads_values or by_value) or not caches_latents(model):
+        return
+    others = "+".join(name for name in terms if name not in by_value)
+    what = f"{method.label} with the term {' and '.join(by_value)}" if by_value else method.label
+    remedy = (
+        f"give terms={others!r}"
+        if others
+        else "take a method that scores by keys or attention, such as qfilters or h2o"
+    )
+    raise ValueError(
+        f"{what} scores a row by its value, and this model caches none: its rows are latents (MLA), of which keys and "
+        f"values of all heads are made, each with a rotary part; {remedy}"
+    )
+
+
+def _first_head(model: nn.Module, layer: int, shard: ModelShard, layouts: KeyLayouts | None) -> int:
+    if shard.head_parts == 1:
+        return 0
+    layout = (KeyLayouts(model) if layouts is None else layouts).of_layer(layer)
+    if layout is None:
+        raise ValueError(
+            f"layer {layer} does not say how many KV heads it has, so this rank's cannot be numbered; use a method "
+            "other than random"
+        )
+    return shard.first_head(model, layout.n_kv_heads)
 
 
 def calibrated_params(

@@ -7,13 +7,14 @@ import mlx.nn as nn
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.default_recent import recent_share, with_default_recent
-from velox_cache.installation.layer_arguments import check_heads_together, layer_arguments
+from velox_cache.installation.layer_arguments import check_heads_together, check_values_read, layer_arguments
 from velox_cache.installation.layer_budgets import (
     Budgets,
     layer_budgets,
 )
 from velox_cache.installation.own_part import part_of_budgets, part_of_calibration
-from velox_cache.introspection.plan import LayerPlan, check_filter_layout
+from velox_cache.introspection.key_layouts import KeyLayouts, check_filter_layout
+from velox_cache.introspection.plan import LayerPlan
 from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import ModelShard
 from velox_fn.engine.eviction import Eviction
@@ -36,21 +37,22 @@ def by_layer(
         own_budgets = layer_budgets(model, plan, part_of_budgets(shard, budget, len(plan)))
     calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
     share = recent_share(method, settings, calibration)
-    methods, ropes = {}, ModelRopes(model)
+    check_values_read(method, settings, model)
+    methods, ropes, layouts = {}, ModelRopes(model), KeyLayouts(model)
     for layer in (entry.layer for entry in plan if entry.bounded):
         arguments = dict(settings)
         if own_budgets is not None:
             arguments["budget"] = own_budgets[layer]
         elif budget is not None:
             arguments["budget"] = budget
-        arguments |= layer_arguments(method, arguments, model, layer, calibration, shard, ropes)
+        arguments |= layer_arguments(method, arguments, model, layer, calibration, shard, ropes, layouts)
         try:
             methods[layer] = method.make(**with_default_recent(method, arguments, share))
         except ValueError as error:
             if own_budgets is None:  # what is wrong is wrong in every layer
                 raise
             raise ValueError(f"layer {shard.first_layer + layer}: {error}") from error
-        check_filter_layout(model, layer, methods[layer])
+        check_filter_layout(layouts, layer, methods[layer])
     return methods
 
 
@@ -61,9 +63,11 @@ def of_every_layer(
     known = find_method(method.name)
     if known is not None:
         check_heads_together(known, shard)
+        check_values_read(known, method.settings, model)
+    layouts = KeyLayouts(model)
     layers = [entry.layer for entry in plan if entry.bounded]
     for layer in layers:
-        check_filter_layout(model, layer, method)
+        check_filter_layout(layouts, layer, method)
     return dict.fromkeys(layers, method)
 
 

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from velox_cache.introspection.cache_kinds import is_list, is_plain, with_parts
+from velox_cache.introspection.latents import latent_attentions, over_latents
 from velox_cache.introspection.plan import plain_caches
 from velox_cache.introspection.query_tap import ObservedAttention, flat_caches, observe_queries
 
@@ -22,7 +23,8 @@ class LayerQueries:
     keys: mx.array  # [1, H, n, D]
     values: mx.array  # [1, H, n, D_v]
     scale: float
-    terms: Mapping[str, Any] = field(default_factory=dict)  # what else enters the softmax, by name: `sinks` [H_q]
+    # What else enters the softmax, by name: `sinks` [H_q]; numbers added to the logits [.., S, n] as `mask`
+    terms: Mapping[str, Any] = field(default_factory=dict)
 
 
 def cache_layout(model: nn.Module) -> tuple[str, ...]:
@@ -41,8 +43,10 @@ def observed_prefill(
     """Run `tokens` through `model` from an empty cache; per block of `prefill_step_size` yield its layers' queries.
 
     The caches are the model's own kind, also when evicting caches are installed on it. Layers without a plain KVCache
-    (sliding, chunked, recurrent) are left out, and so is attention that does not read what its cache returned (latent
-    attention). Layers that share one cache are both reported under it. Arrays are lazy; logits are never computed.
+    (sliding, chunked, recurrent) are left out, and so is attention that does not read what its cache returned. Layers
+    that share one cache are both reported under it. Queries of latent attention are those over the latents, which
+    stand in the place of keys, with the rotary part of their logits as a term. Arrays are lazy; logits are never
+    computed.
 
     `caches`, made by `viewed_caches`, are filled on the way, for a caller who goes on with them.
 
@@ -50,12 +54,18 @@ def observed_prefill(
     """
     caches = viewed_caches(model) if caches is None else caches
     layer_of = {id(cache): layer for layer, entry in enumerate(caches) for cache in flat_caches([entry])}
+    attention_of = _latent_attention_of(model, caches)
     for start in range(0, len(tokens), prefill_step_size):
         block: list[LayerQueries] = []
 
         def keep(call: ObservedAttention, block: list[LayerQueries] = block) -> None:
-            if isinstance(call.cache, _ViewedKVCache) and call.cache.is_read_by(call):
-                layer = layer_of[id(call.cache)]
+            if not isinstance(call.cache, _ViewedKVCache) or call.cache.view is None:
+                return
+            layer, attention = layer_of[id(call.cache)], attention_of.get(id(call.cache))
+            if attention is not None:
+                queries, terms = over_latents(attention, call, call.cache.view)
+                block.append(LayerQueries(layer, queries, *call.cache.view, call.scale, terms))
+            elif call.cache.is_read_by(call):
                 block.append(LayerQueries(layer, call.queries, call.keys, call.values, call.scale, call.terms))
 
         with observe_queries(model, keep, caches=caches):
@@ -80,6 +90,13 @@ class _ViewedKVCache(KVCache):
     def is_read_by(self, call: ObservedAttention) -> bool:
         """Whether attention read this cache's rows. Some models cast them first, hence shapes and not identity."""
         return self.view is not None and (call.keys.shape, call.values.shape) == tuple(x.shape for x in self.view)
+
+
+def _latent_attention_of(model: nn.Module, caches: Sequence[Any]) -> Mapping[int, nn.Module]:
+    """The latent attention that fills each viewed cache, by the cache's id; none where caches mirror each other."""
+    viewed = [id(cache) for cache in flat_caches(caches) if isinstance(cache, _ViewedKVCache)]
+    attentions = latent_attentions(model)
+    return dict(zip(viewed, attentions, strict=True)) if len(viewed) == len(attentions) else {}
 
 
 def viewed(cache: Any) -> Any:

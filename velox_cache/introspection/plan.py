@@ -8,15 +8,20 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from velox_cache.introspection.cache_kinds import class_name, is_list, is_plain, parts, with_parts
+from velox_cache.introspection.latents import caches_latents, latent_attentions
 from velox_cache.introspection.masks_asked_for import masks_asked_for
-from velox_fn.engine.eviction import Eviction
-from velox_fn.methods.fusion import PER_TERM
 
 _OTHERS = {
     "RotatingKVCache": "a sliding window bounds itself",
     "ChunkedKVCache": "chunked attention bounds itself",
     "ArraysCache": "a recurrent state has a fixed size and no rows",
 }
+
+FULL_ATTENTION = "full attention"
+LATENT_ATTENTION = (
+    "full attention over latents (MLA): a row is a token's latent with its rotary part, one for all heads; methods "
+    "that weigh values are refused"
+)
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,8 @@ def plain_caches(model: nn.Module) -> list[Any]:
 def plan_layers(model: nn.Module) -> tuple[LayerPlan, ...]:
     """What `install` would do, entry by entry of the model's prompt cache."""
     caches = plain_caches(model)
-    refusal = _refusal(model, caches)
-    return tuple(_plan(layer, cache, refusal) for layer, cache in enumerate(caches))
+    refusal, full = _refusal(model, caches), LATENT_ATTENTION if caches_latents(model) else FULL_ATTENTION
+    return tuple(_plan(layer, cache, refusal, full) for layer, cache in enumerate(caches))
 
 
 def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callable[[int], Any]) -> list[Any]:
@@ -55,35 +60,12 @@ def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callabl
     ]
 
 
-def key_layout(model: nn.Module, layer: int) -> tuple[int | None, int | None]:
-    """KV heads of a layer and their dimension, as far as the model tells them."""
-    attention = getattr(model.layers[layer], "self_attn", None) if layer < len(model.layers) else None
-    n_kv_heads = getattr(attention, "n_kv_heads", None) or getattr(attention, "num_key_value_heads", None)
-    head_dim = getattr(attention, "head_dim", None)
-    projection = getattr(getattr(attention, "k_proj", None), "weight", None)
-    if head_dim is None and n_kv_heads is not None and projection is not None:
-        head_dim = projection.shape[0] // n_kv_heads
-    return n_kv_heads, head_dim
-
-
-def check_filter_layout(model: nn.Module, layer: int, method: Eviction) -> None:
-    """ValueError when the method's calibrated arrays cannot fit the layer's heads, as far as the model tells them."""
-    n_kv_heads, head_dim = key_layout(model, layer)
-    for name, array in method.params.items():
-        dims = () if name in PER_TERM else array.shape[1:2]
-        if n_kv_heads not in (None, array.shape[0]) or any(head_dim not in (None, dim) for dim in dims):
-            raise ValueError(
-                f"layer {layer} has {n_kv_heads} KV heads of dimension {head_dim}, but its {name} have shape "
-                f"{tuple(array.shape)}; they belong to another model, calibrate this one"
-            )
-
-
 def asks_for_mask_arrays(model: nn.Module) -> bool:
     """Whether the model makes its mask for full attention as an array, which fits one number of rows only."""
     return masks_asked_for(model, plain_caches(model)).arrays
 
 
-def _plan(layer: int, cache: Any, refusal: str | None) -> LayerPlan:
+def _plan(layer: int, cache: Any, refusal: str | None, full: str) -> LayerPlan:
     name = type(cache).__name__
     if is_list(cache):
         name = f"{name}({', '.join(type(part).__name__ for part in parts(cache))})"
@@ -91,7 +73,7 @@ def _plan(layer: int, cache: Any, refusal: str | None) -> LayerPlan:
         return LayerPlan(layer, name, False, "; ".join(dict.fromkeys(map(_why_not, parts(cache)))))
     if refusal is not None:
         return LayerPlan(layer, name, False, refusal)
-    return LayerPlan(layer, name, True, "full attention")
+    return LayerPlan(layer, name, True, full)
 
 
 def _why_not(cache: Any) -> str:
@@ -111,14 +93,16 @@ def _refusal(model: nn.Module, caches: Sequence[Any]) -> str | None:
     It is all of them or none: a model builds one mask for its full-attention layers from one of their caches.
     """
     modules = list(model.modules())
-    if any(sum(map(is_plain, parts(cache))) > 1 for cache in caches):
+    n_plain = [sum(map(is_plain, parts(cache))) for cache in caches]
+    if max(n_plain, default=0) > 1:
+        if len(latent_attentions(model)) == sum(n_plain):
+            return (
+                "a layer has several attentions with a cache each, and calibrations, budgets and layouts know one "
+                "cache of a layer"
+            )
         return (
             "a layer has several caches whose rows mirror each other (an indexer that picks rows of the other by their "
-            "place, or two attentions in one layer); evicting from each by itself would break the match"
-        )
-    if any("embed_q" in module for module in modules):
-        return (
-            "keys and values are cached as one latent (MLA), from which eviction by key and value rows is not defined"
+            "place); evicting from each by itself would break the match"
         )
     if any(getattr(module, "block_sparse", False) for module in modules):
         return "attention picks blocks of rows by their place (block-sparse), which evictions shift"

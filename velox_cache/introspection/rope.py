@@ -42,9 +42,14 @@ class ModelRopes:
         keys what the model does, when positions may be other than token indices, or when the rotation changes as the
         sequence grows (dynamic NTK scaling), so that cached keys were turned by different ones.
         """
-        if layer not in self._keys:
+        if layer not in self._rows:
             raise ValueError(f"layer {layer} of this model has no plain KV cache: no rope to read")
-        here, there = self._keys[layer]
+        (here, there), values = self._rows[layer]
+        if _same(here, there) and not _same(*values):
+            raise ValueError(
+                f"layer {layer} caches what turns with the position in the place of the value, as latent attention "
+                "does, and renumbering turns keys; leave renumber=False"
+            )
         for spec in _placed(self._specs, here.shape[-1]):
             if _same(rope_remap_positions(here, mx.array(0), mx.array(self._far), spec), there):
                 return spec
@@ -59,8 +64,8 @@ class ModelRopes:
         return tuple(dict.fromkeys(spec for module in self._model.modules() for spec in rope_specs_of(module)))
 
     @functools.cached_property
-    def _keys(self) -> dict[int, tuple[mx.array, mx.array]]:
-        """Keys [2,H,1,D] of each layer at positions 0 and `_far`."""
+    def _rows(self) -> dict[int, tuple[tuple[mx.array, mx.array], tuple[mx.array, mx.array]]]:
+        """Of each layer, keys [2,H,1,D] and values [2,H,1,D_v], each at positions 0 and `_far`."""
         for module in self._model.modules():
             if _takes_positions(type(module)):
                 raise ValueError(
@@ -68,8 +73,9 @@ class ModelRopes:
                     "indices (those of an image's tokens are not), so rows cannot be moved by counting tokens; leave "
                     "renumber=False"
                 )
-        here, there = (self._keys_at(position) for position in (0, self._far))
-        return {layer: (keys, there[layer]) for layer, keys in here.items()}
+        here, there = (self._rows_at(position) for position in (0, self._far))
+        pairs = {layer: zip(rows, there[layer], strict=True) for layer, rows in here.items()}
+        return {layer: (keys, values) for layer, (keys, values) in pairs.items()}
 
     @property
     def _far(self) -> int:
@@ -77,13 +83,13 @@ class ModelRopes:
         n_positions = getattr(getattr(self._model, "args", None), "n_positions", None)
         return min(_FAR, n_positions - 1) if isinstance(n_positions, int) else _FAR
 
-    def _keys_at(self, position: int) -> dict[int, mx.array]:
+    def _rows_at(self, position: int) -> dict[int, tuple[mx.array, mx.array]]:
         own = plain_caches(self._model)
         plain = {layer: cache for layer, entry in enumerate(own) for cache in flat_caches([entry]) if is_plain(cache)}
         logits = self._model(_PROBED, cache=[_at(position, cache) for cache in own])
-        keys = {layer: cache.keys for layer, cache in plain.items() if cache.keys is not None}
-        mx.eval(logits, keys)  # the logits too: ranks that share a model wait for each other
-        return keys
+        rows = {layer: (cache.keys, cache.values) for layer, cache in plain.items() if cache.keys is not None}
+        mx.eval(logits, rows)  # the logits too: ranks that share a model wait for each other
+        return rows
 
 
 def rope_specs_of(module: nn.Module) -> tuple[RopeSpec, ...]:

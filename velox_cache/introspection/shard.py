@@ -12,9 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from velox_cache.introspection.latents import caches_latents
+
 _MAKES_KEYS = ("k_proj", "kv_b_proj")
+_MAKES_QUERIES = ("q_proj", "q_b_proj")  # all that is shared out of latent attention, whose rows every rank holds whole
 _SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
-_N_KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +42,8 @@ class ModelShard:
         first = self.head_part * n_heads // self.head_parts
         return slice(first, first + max(1, n_heads // self.head_parts))
 
-    def first_head(self, model: nn.Module, layer: int) -> int:
-        """The index, in the whole model, of the first KV head of this rank's layer `layer`."""
-        if self.head_parts == 1:
-            return 0
-        n_local = _local_kv_heads(model.layers[layer], layer)
+    def first_head(self, model: nn.Module, n_local: int) -> int:
+        """The index, in the whole model, of the first KV head of a layer, from the number of those on this rank."""
         return self.head_part * self.whole_kv_heads(model, n_local) // self.head_parts
 
     def whole_kv_heads(self, model: nn.Module, n_local: int) -> int:
@@ -69,10 +68,9 @@ def model_shard(model: nn.Module, group: mx.distributed.Group | None = None) -> 
     for _, module in modules:
         if _is_pipeline(module) and module.pipeline_size > 1:
             return ModelShard(mx.distributed.init(), first_layer=module.start_idx, pipelined=True)
+    telling = _MAKES_QUERIES if caches_latents(model) else _MAKES_KEYS
     found: Sequence[Any] = [
-        module.group
-        for name, module in modules
-        if name.rsplit(".", 1)[-1] in _MAKES_KEYS and isinstance(module, _SHARDED)
+        module.group for name, module in modules if name.rsplit(".", 1)[-1] in telling and isinstance(module, _SHARDED)
     ]
     group = found[0] if found else group
     if group is None or group.size() == 1:
@@ -88,18 +86,8 @@ def _is_pipeline(module: Any) -> bool:
     return any(cls.__name__ == "PipelineMixin" for cls in type(module).__mro__)
 
 
-def _local_kv_heads(layer: nn.Module, index: int) -> int:
-    attention: Any = getattr(layer, "self_attn", layer)
-    for module in attention.modules():
-        for name in _N_KV_HEADS:
-            if isinstance(count := getattr(module, name, None), int):
-                return count
-    raise ValueError(
-        f"layer {index} does not say how many KV heads it has, so this rank's cannot be numbered; use a method other "
-        "than random"
-    )
-
-
 def _declared_kv_heads(model: nn.Module) -> int:
+    if caches_latents(model):
+        return 1
     declared = (getattr(getattr(module, "args", None), "num_key_value_heads", None) for module in model.modules())
     return next((count for count in declared if isinstance(count, int)), 0)

@@ -1,4 +1,4 @@
-"""The search for the weights of a fusion, by what counts: the next-token distribution of the full cache.
+"""The search for the weights of a fusion: its loss is the distance from the full cache's next-token distribution.
 
 Imports `harness` and `calibration`.
 """

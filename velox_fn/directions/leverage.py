@@ -92,7 +92,7 @@ def tracked_directions(gram: mx.array, directions: mx.array) -> mx.array:
             directions = mx.linalg.qr(gram @ directions)[0]
         image = gram @ directions
         _, turn = mx.linalg.eigh(directions.swapaxes(-1, -2) @ image)
-        # The image of the Ritz vectors is the last round: orthogonal already, up to the square of what error is left.
+        # The image of the Ritz vectors is the last round. It is orthogonal up to the square of the error that is left.
         image = image @ turn
         length = mx.linalg.norm(image, axis=-2, keepdims=True)
         return image / mx.where(length > 0, length, 1.0)

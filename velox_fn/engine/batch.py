@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from velox_fn.engine import select, slots
 from velox_fn.engine.rows import Rows, in_temporal_order, padded
-from velox_fn.engine.store import Store, held_rows, kept_rows, used_rows
+from velox_fn.engine.store import Store, held_rows, joined_pins, kept_rows, taken_pins, used_rows
 
 _State = TypeVar("_State")
 
@@ -144,6 +144,7 @@ def _joined_stores(stores: list[Store]) -> Store:
         filled=filled,
         ordered=all(store.ordered and store.filled == filled for store in closed),
         seen_by_all=min(store.seen_by_all for store in stores),
+        pinned=joined_pins(stores),
     )
 
 
@@ -165,6 +166,9 @@ def _with_kept_rows_only(store: Store) -> Store:
 def _indexed(part: Any, sequences: list[int]) -> Any:
     if isinstance(part, Store) and part.span is not None:
         return slots.taken_store(part, sequences)
+    if isinstance(part, Store):
+        arrays = {name: _indexed(getattr(part, name), sequences) for name in ("keys", "values", "ranks", "offset")}
+        return dataclasses.replace(part, **arrays, pinned=taken_pins(part, sequences))
     if isinstance(part, mx.array):
         return mx.take(part, mx.array(sequences, mx.int32), axis=0)
     if isinstance(part, tuple):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 MOST_TOKENS = 2**31 - 1  # of one sequence: offsets are int32
@@ -25,7 +26,7 @@ def whole_number(name: str, value: object, least: int) -> int:
 
 def plain(value: Any) -> Any:
     """`value` as an int where it is a whole number of another type, such as numpy's; anything else as it is."""
-    if isinstance(value, bool):
+    if isinstance(value, bool | np.bool_):  # older numpy's have a __index__ too
         return value
     try:
         return operator.index(value)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn.engine import checks, landing, select
-from velox_fn.engine.attention import Observed
+from velox_fn.engine.attention import Observed, Queries
 from velox_fn.engine.eviction import Eviction, Init, Observation, Shown, StateT
 from velox_fn.engine.records import arrays, record
 from velox_fn.engine.rows import Rows, View, arriving_positions
@@ -45,7 +45,7 @@ def dynamic_init(*, budget: int, n_sink: int, recent: int) -> Init[DynamicState]
 
 
 Land = Callable[[Any, mx.array, mx.array, mx.array | None], tuple[Any, View]]
-Observe = Callable[[Any, mx.array, float | None, mx.array | None, mx.array | None], Any]
+Observe = Callable[[Any, Queries, float | None, mx.array | None, mx.array | None], Any]
 
 
 def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None) -> tuple[Any, View]:
@@ -54,7 +54,7 @@ def land(state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = 
     check_block(store, keys, values, valid)
     positions = arriving_positions(store.offset, keys.shape[2], valid)
     none_yet = select.Scores(mx.zeros(keys.shape[:3], mx.float32), unseen=(keys, values))
-    ranks = select.arrival_ranks(none_yet, positions, store.n_sink)
+    ranks = select.arrival_ranks(none_yet, positions, store.staying)
     landed, view = landing.land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     return dataclasses.replace(state, store=landed), view
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 import mlx.core as mx
 
 from velox_fn.engine import checks, select, slots
+from velox_fn.engine.attention import Queries
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 from velox_fn.engine.store import Store, kept_rows
@@ -22,7 +23,7 @@ else:
 
     StateT, StateT_co = TypeVar("StateT"), TypeVar("StateT_co", covariant=True)
 
-_ANY_BATCH = 2  # another number than that of heads: an axis in another's place shows
+_ANY_BATCH = 2  # not the number of heads, so that a misplaced axis shows
 
 
 class State(Protocol):
@@ -68,7 +69,7 @@ class Observation(Generic[StateT]):
 
     land: Callable[[StateT, mx.array, mx.array, mx.array | None], tuple[StateT, View]]
     """(state, keys, values, valid) -> (landed, view): the block is in, nothing is scored or evicted."""
-    observe: Callable[[StateT, mx.array, float | None, mx.array | None, mx.array | None], StateT]
+    observe: Callable[[StateT, Queries, float | None, mx.array | None, mx.array | None], StateT]
     """(landed, queries, scale, valid, sinks) -> state: scored by these queries and cut down to the budget.
 
     sinks [H_q]: learned attention sinks, where the model has them.
@@ -116,9 +117,13 @@ class Eviction(Generic[StateT]):
     """state -> state as the next token finds it, where rows leave at intervals (`interval`)."""
 
     def __post_init__(self) -> None:
-        # Headers are JSON, which knows no numpy.
+        # Headers of saved caches are JSON, which holds no numpy numbers.
         settings = {name: checks.plain(value) for name, value in self.settings.items()}
-        object.__setattr__(self, "settings", {**settings, "interval": settings.get("interval", 1)})
+        object.__setattr__(
+            self,
+            "settings",
+            {**settings, "interval": settings.get("interval", 1), "pinned": settings.get("pinned", [])},
+        )
 
     @functools.cached_property
     def states_fit(self) -> None:

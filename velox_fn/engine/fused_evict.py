@@ -103,7 +103,7 @@ def evict_rows(
         keys, values, scores, positions = _applied(keys, values, scores, positions, competing, keep)
         return keys, values, select.pack_ranks(scores, positions)
     index = select.survivors(competing, keep)
-    # One row more comes almost for free here; when the next token needs it, it costs a copy of all.
+    # Room for one row more costs almost nothing here. Made for the next token, it would cost a copy of all rows.
     index = mx.concatenate([index, index[..., -1:]], axis=-1)
     return (
         rows_at(keys, index),

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn.engine import checks, slots
+from velox_fn.engine.attention import Queries, Reading
 from velox_fn.engine.batch import merge, real_rows, take
 from velox_fn.engine.eviction import Eviction, Observation, StateT
 from velox_fn.engine.landing import GROWTH, joined, written
@@ -88,7 +89,7 @@ def at_intervals(method: Eviction[StateT], interval: int) -> Eviction[StateT]:
 
     def observe(
         state: Any,
-        queries: mx.array,
+        queries: Queries,
         scale: float | None = None,
         valid: Valid = None,
         sinks: mx.array | None = None,
@@ -230,8 +231,17 @@ def _appended(store: Store, keys: mx.array, values: mx.array) -> tuple[Store, Vi
     return longer, (keys[:, :, :filled], values[:, :, :filled])
 
 
-def _with_queries(state: Any, queries: mx.array, scale: float | None, valid: Valid, sinks: mx.array | None) -> Any:
-    """`state` with the queries [B,H_q,S,D] of the tokens that landed last, and the model's attention sinks [H_q]."""
+def _with_queries(state: Any, queries: Queries, scale: float | None, valid: Valid, sinks: mx.array | None) -> Any:
+    """`state` with the queries [B,H_q,S,D] of the tokens that landed last, and the model's attention sinks [H_q].
+
+    Raises ValueError for queries that read other arrays than the rows, which are gone at the boundary.
+    """
+    if isinstance(queries, Reading):
+        raise ValueError(
+            "this model's attention reads other arrays than the cached rows (latent attention, or copies), and at the "
+            "next boundary these are gone: its queries cannot be scored at intervals; use interval=1, queries='proxy', "
+            "or a method that needs no queries"
+        )
     span = state.store.span
     real = _real_tokens(span, queries.shape[2], valid)
     first = tuple(since - n for since, n in zip(span.since, real, strict=True))

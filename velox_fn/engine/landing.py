@@ -33,7 +33,7 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
         landed = replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False)
         return replaced(landed, seen_by_all=seen_by_all), (keys, values)
     landed = replaced(append(store, block, offset), seen_by_all=seen_by_all)
-    if overwrites(landed, n_tokens):  # the next tokens will: a step that is compiled from here on serves them all
+    if overwrites(landed, n_tokens):  # the next token will. Said now, so that one compiled step serves all from here on
         landed = replaced(landed, ordered=False)
     if store.filled <= store.most_kept:
         return landed, (landed.keys[:, :, : landed.filled], landed.values[:, :, : landed.filled])

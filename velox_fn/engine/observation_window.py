@@ -17,6 +17,7 @@ def last_queries(observed: Observed, offset: mx.array, window: int, *, padded: b
             observed,
             queries=observed.queries[:, :, :, -window:],
             query_positions=observed.query_positions[:, -window:],
+            added=observed.added if observed.added is None else observed.added[:, :, :, -window:],
         )
     positions = observed.query_positions
     positions = mx.where(positions >= (offset - window)[:, None], positions, -1)

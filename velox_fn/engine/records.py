@@ -89,7 +89,7 @@ def with_statics(state: _Record, fields: Mapping[str, Any]) -> _Record:
 def _static(part: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
         return with_statics(part, value)
-    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+    return tuple(_static(None, one) for one in value) if isinstance(value, list) else value  # JSON has no tuples
 
 
 def replaced(state: _Record, **changes: Any) -> _Record:

@@ -2,8 +2,8 @@
 
 Each row has a *rank*, an int64 that packs its score and its position, so that the whole order of the rule is the order
 of integers: a higher score is better; among equal scores the lower position is better; a padding row (position -1) is
-worse than every token. Scores frozen in a rank hold +inf for sinks. Rows of the recent window are lifted above
-everything only at the moment of choosing, since the window moves.
+worse than every token. Scores frozen in a rank hold +inf for sinks and pinned positions. Rows of the recent window are
+lifted above everything only at the moment of choosing, since the window moves.
 
 Scores that grow with the position turn the tie around: among equals the higher position is better. Float32 has no room
 for every position, so rows that differ in age alone may round to equal scores, and then their order is still exact.
@@ -80,20 +80,21 @@ def rank_scores(ranks: mx.array) -> mx.array:
     return mx.where(ordered == _PADDING_SCORE, -mx.inf, scores)
 
 
-def arrival_ranks(scores: Scores, positions: mx.array, n_sink: int | mx.array) -> mx.array:
+def arrival_ranks(scores: Scores, positions: mx.array, staying: int | mx.array) -> mx.array:
     """Ranks [B,H,S] of rows as they arrive, at positions int32, broadcastable to [B,H,S].
 
-    A row with a non-finite key, value or score competes as -inf; sinks hold +inf. `n_sink` is an array int32 [] inside
-    a compiled step, so that one step serves every number.
+    A row with a non-finite key, value or score competes as -inf; rows that never leave hold +inf. staying: their
+    positions as `Store.staying` has them, the sinks alone as an array int32 [] inside a compiled step, so that one step
+    serves every number.
     """
     if scores.terms.shape[2] == 1:
         step = _compiled_arrival[scores.newest_first]
-        return step(scores.terms, positions, mx.array(n_sink, mx.int32), *scores.unseen)
-    return _arrival_ranks(scores.terms, positions, n_sink, *scores.unseen, newest_first=scores.newest_first)
+        return step(scores.terms, positions, mx.array(staying, mx.int32), *scores.unseen)
+    return _arrival_ranks(scores.terms, positions, staying, *scores.unseen, newest_first=scores.newest_first)
 
 
 def _arrival_ranks(
-    terms: mx.array, positions: mx.array, n_sink: int | mx.array, *unseen: mx.array, newest_first: bool
+    terms: mx.array, positions: mx.array, staying: int | mx.array, *unseen: mx.array, newest_first: bool
 ) -> mx.array:
     if terms.shape[2] == 1 and len({rows.shape for rows in unseen}) == 1:
         # The fewest kernels for one token: zeros added to a sum do not change it, and NaN comes through.
@@ -104,9 +105,20 @@ def _arrival_ranks(
     for rows in unseen:
         unsound = unsound | _any_not_finite(rows)
     ordered = mx.where(unsound, _MINUS_INFINITY, _ordered(bits))
-    if isinstance(n_sink, mx.array) or n_sink > 0:
-        ordered = mx.where(positions < n_sink, _INFINITY, ordered)
+    if isinstance(staying, mx.array) or staying > 0:
+        ordered = mx.where(never_leave(positions, staying), _INFINITY, ordered)
     return _packed(ordered, mx.broadcast_to(positions, ordered.shape), newest_first=newest_first)
+
+
+def never_leave(positions: mx.array, staying: int | mx.array) -> mx.array:
+    """Whether positions int32 [B,H,S] are among the first `staying` ones, or in one of its ranges int32 [B,P,2]."""
+    if not isinstance(staying, mx.array) or staying.ndim == 0:
+        return positions < staying
+    inside = [
+        (positions >= staying[:, i, 0, None, None]) & (positions < staying[:, i, 1, None, None])
+        for i in range(staying.shape[1])
+    ]  # one by one, since single tokens cost by the number of kernels and these are fused
+    return functools.reduce(mx.logical_or, inside)
 
 
 _compiled_arrival = MappingProxyType(  # of one token: small work, whose cost is the number of kernels

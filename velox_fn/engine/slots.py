@@ -8,7 +8,7 @@ from velox_fn.engine import select
 from velox_fn.engine.records import replaced
 from velox_fn.engine.rows import Rows, View, in_temporal_order, padded
 from velox_fn.engine.span import Span
-from velox_fn.engine.store import Store
+from velox_fn.engine.store import Store, joined_pins, taken_pins
 
 
 def span_of(store: Store) -> Span:
@@ -108,6 +108,7 @@ def taken_store(store: Store, sequences: Sequence[int]) -> Store:
             ranks=mx.take(store.ranks, index, axis=0),
             offset=mx.array(span.seen, mx.int32),
             seen_by_all=min(span.seen),
+            pinned=taken_pins(store, sequences),
             span=replaced(span, queries=tuple(mx.take(array, index, axis=0) for array in span.queries)),
         )
     )
@@ -140,6 +141,7 @@ def joined_stores(stores: Sequence[Store]) -> Store:
         filled=settled + span.interval,
         ordered=False,
         seen_by_all=min(span.seen),
+        pinned=joined_pins(stores),
         span=span,
     )
     return fitted(together)
@@ -172,7 +174,7 @@ def settled_back(store: Store, n_tokens: int) -> Store:
     Rows that have settled since then wait for their ranks again: right for scores that are frozen, and for no others.
     """
     span, seen = span_of(store), store.seen_by_all - n_tokens
-    since = seen % span.interval or min(seen, span.interval)  # a boundary cuts when the next token comes
+    since = seen % span.interval or min(seen, span.interval)  # at a boundary rows leave only when the next token comes
     n_sequences, settled = len(span.seen), seen - since
     after = replaced(
         span,

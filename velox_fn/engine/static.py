@@ -53,14 +53,14 @@ def static_update(
     store = scored(store, score, params)
     if valid is None and overwrites(store, n_tokens):
         held = (store.keys, store.values, store.ranks, store.offset)
-        counts = (mx.array(store.n_sink, mx.int32), *window(store.recent))
+        counts = (mx.array(store.staying, mx.int32), *window(store.recent))
         k, v, ranks, offset = _compiled_step(score)(held, (keys, values), counts, params)
         seen = store.seen_by_all + 1
         return replaced(store, keys=k, values=v, ranks=ranks, offset=offset, ordered=False, seen_by_all=seen), (k, v)
     if valid is None and n_tokens == 1:
-        ranks = _compiled_ranks(score)(store.offset, keys, values, mx.array(store.n_sink, mx.int32), *params)
+        ranks = _compiled_ranks(score)(store.offset, keys, values, mx.array(store.staying, mx.int32), *params)
     else:
-        ranks = _ranks(score, store.n_sink, arriving_positions(store.offset, n_tokens, valid), keys, values, *params)
+        ranks = _ranks(score, store.staying, arriving_positions(store.offset, n_tokens, valid), keys, values, *params)
     landed, view = land(store, Rows(keys=keys, values=values, ranks=ranks), valid)
     settled = settle(landed, n_tokens)
     return settled, tied(view, settled)
@@ -74,14 +74,14 @@ def scored(store: Store, score: Score, params: Params) -> Store:
     start = store.filled - n_rows
     keys, values = store.keys[:, :, start : store.filled], store.values[:, :, start : store.filled]
     positions = arriving_positions(store.offset - n_rows, n_rows, None)
-    ranks = _ranks(score, store.n_sink, positions, keys, values, *params)
+    ranks = _ranks(score, store.staying, positions, keys, values, *params)
     return replaced(store, ranks=written(store.ranks, ranks, start), unscored=0)
 
 
 def _ranks(
-    score: Score, n_sink: int | mx.array, positions: mx.array, keys: mx.array, values: mx.array, *params: mx.array
+    score: Score, staying: int | mx.array, positions: mx.array, keys: mx.array, values: mx.array, *params: mx.array
 ) -> mx.array:
-    return arrival_ranks(_checked(score(keys, values, positions, params), keys, values), positions, n_sink)
+    return arrival_ranks(_checked(score(keys, values, positions, params), keys, values), positions, staying)
 
 
 def _checked(scores: Scores | mx.array, keys: mx.array, values: mx.array) -> Scores:
@@ -99,10 +99,10 @@ def _checked(scores: Scores | mx.array, keys: mx.array, values: mx.array) -> Sco
 
 @functools.lru_cache(_STEPS)
 def _compiled_ranks(score: Score) -> Callable[..., mx.array]:
-    """The ranks of one token as a compiled function of (offset, keys, values, n_sink, *params)."""
+    """The ranks of one token as a compiled function of (offset, keys, values, staying, *params)."""
 
-    def ranks(offset: mx.array, keys: mx.array, values: mx.array, n_sink: mx.array, *params: mx.array) -> mx.array:
-        return _ranks(score, n_sink, offset[:, None, None], keys, values, *params)
+    def ranks(offset: mx.array, keys: mx.array, values: mx.array, staying: mx.array, *params: mx.array) -> mx.array:
+        return _ranks(score, staying, offset[:, None, None], keys, values, *params)
 
     return mx.compile(ranks)
 
@@ -111,14 +111,15 @@ def _compiled_ranks(score: Score) -> Callable[..., mx.array]:
 def _compiled_step(score: Score) -> Callable[..., tuple[mx.array, ...]]:
     """One token over budget as one compiled function of arrays: it traces once per shape, never per step.
 
-    Its arguments: keys, values, ranks and offset of the store; key and value of the token; n_sink and `window`; params.
+    Its arguments: keys, values, ranks and offset of the store; key and value of the token; `staying` and `window`;
+    params.
     """
 
     def step(held: Params, token: Params, counts: Params, params: Params) -> tuple[mx.array, ...]:
         keys, values, ranks, offset = held
         k, v = token
-        n_sink, *recent = counts
-        block = Rows(keys=k, values=v, ranks=_ranks(score, n_sink, offset[:, None, None], k, v, *params))
+        staying, *recent = counts
+        block = Rows(keys=k, values=v, ranks=_ranks(score, staying, offset[:, None, None], k, v, *params))
         keys, values, ranks = overwrite_victim(keys, values, ranks, offset, block, *recent)
         offset = offset + 1
         (values,) = mx.depends([values], [ranks, offset])  # as in landing.tied

@@ -6,6 +6,8 @@ O(D) bytes, and a token that arrives is seen by its own query even when it is it
 shows the landing row.
 """
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from velox_fn.engine import checks, select
@@ -13,6 +15,9 @@ from velox_fn.engine.fused_evict import resolve_metal
 from velox_fn.engine.records import record
 from velox_fn.engine.rows import Rows, gather_rows, in_temporal_order, temporal_order
 from velox_fn.engine.span import Span
+
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open ranges of positions, in order and apart."""
 
 
 @record
@@ -33,6 +38,7 @@ class Store:
     metal: bool  # whole blocks are scored and evicted by the Metal kernels
     warm_up: int = 0  # first tokens from which a method gathers what it needs to score: none is evicted before
     unscored: int = 0  # the last so many used rows have no rank yet: only while the rows are all tokens, in order
+    pinned: tuple[Ranges, ...] = ()  # positions of each sequence that never leave beside the sinks; (): there are none
     span: Span | None = None  # the tokens since the last boundary, where rows leave at intervals; they have no ranks
 
     @property
@@ -53,6 +59,15 @@ class Store:
         """
         reaches_back = self.seen_by_all < self.warm_up + self.rollback
         return (max(self.budget, self.warm_up) if reaches_back else self.budget) + self.rollback
+
+    @property
+    def staying(self) -> int | mx.array:
+        """The positions that never leave: how many first ones, or ranges int32 [B,P,2] that hold those too."""
+        if not any(self.pinned):
+            return self.n_sink
+        n_ranges = 1 + max(map(len, self.pinned))
+        ranges = [[(0, self.n_sink), *own, *[(0, 0)] * (n_ranges - 1 - len(own))] for own in self.pinned]
+        return mx.array(ranges, mx.int32)
 
     @property
     def protected(self) -> int:
@@ -101,7 +116,7 @@ def check_block(store: Store, keys: mx.array, values: mx.array, valid: mx.array 
     # One dtype is given for both when a state begins: the first values may bring another.
     checks.block_dtypes(keys, values, store.keys.dtype, store.values.dtype if store.filled else values.dtype)
     if valid is not None:
-        checks.real_tokens(valid, batch)  # how many is on the device: whoever pads knows it, and counts
+        checks.real_tokens(valid, batch)  # the numbers are on the device, so only the caller can check them
     else:
         checks.countable(store.seen_by_all, keys.shape[2])
 
@@ -151,3 +166,14 @@ def seen_rows(store: Store, n_tokens: int) -> Rows:
 def overwrites(store: Store, n_tokens: int) -> bool:
     """Whether the next S tokens take the landing row's place."""
     return n_tokens == 1 and store.rollback == 0 and store.filled == store.limit + 1
+
+
+def joined_pins(stores: Sequence[Store]) -> tuple[Ranges, ...]:
+    """The pinned ranges of the sequences of all `stores` in turn."""
+    own = [ranges for store in stores for ranges in store.pinned or ((),) * store.offset.shape[0]]
+    return tuple(own) if any(own) else ()
+
+
+def taken_pins(store: Store, sequences: Sequence[int]) -> tuple[Ranges, ...]:
+    """The pinned ranges of these sequences."""
+    return tuple(store.pinned[b] for b in sequences) if store.pinned else ()

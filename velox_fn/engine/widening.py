@@ -10,7 +10,7 @@ _SHIFT = 13  # bits that the fraction of a float32 has more than that of a float
 _REBIAS = 2.0**112  # between the exponents' biases, 15 and 127; exact for subnormal numbers too
 _TOO_LARGE = 0x7C00 << _SHIFT  # infinity and NaN, shifted
 _INFINITY = 0x7F800000
-# MLX converts these without the processor's help, number by number.
+# Without the processor's own instruction MLX converts these number by number.
 _BY_BITS = MappingProxyType({"x86_64": (mx.float16,), "AMD64": (mx.float16,)}).get(platform.machine(), ())
 
 

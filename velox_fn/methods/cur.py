@@ -21,6 +21,7 @@ from velox_fn.engine import checks, select
 from velox_fn.engine.dynamic import land, with_scores
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.records import arrays, record
 from velox_fn.engine.rows import View, arriving_positions
 from velox_fn.engine.store import Store, init_store, used_rows
@@ -48,6 +49,7 @@ def cur(
     sketch: int | None = None,
     seed: int = 0,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction[CURState]:
     """The CUR method: score rows by their own norms within short windows.
 
@@ -62,6 +64,7 @@ def cur(
         sketch: columns of the Gaussian sketch whose norms stand in for the rows' own. None takes the rows' own.
         seed: of the sketch.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         An `Eviction` that needs neither queries nor a calibration.
@@ -137,7 +140,8 @@ def cur(
         "sketch": sketch,
         "seed": seed,
     }
-    return at_intervals(Eviction(init, update, "cur", settings, static=False), interval)
+    method = Eviction(init, update, "cur", settings, static=False)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def _energy(rows: mx.array, sketch: int | None, draw: mx.array) -> mx.array:

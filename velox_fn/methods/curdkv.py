@@ -36,11 +36,12 @@ from velox_fn.directions.leverage import (
     weighted_rows,
 )
 from velox_fn.engine import checks, landing
-from velox_fn.engine.attention import attention_mass, observe_rows
+from velox_fn.engine.attention import Queries, Reading, attention_mass, observe_rows
 from velox_fn.engine.dynamic import dynamic_eviction, land, updated, with_scores
 from velox_fn.engine.eviction import Eviction, Init
 from velox_fn.engine.interval import at_intervals, begun_at_intervals, interval_update
 from velox_fn.engine.observation_window import last_queries
+from velox_fn.engine.pinned import Pinned, pinned_state, pinning
 from velox_fn.engine.records import record
 from velox_fn.engine.rows import Rows, View
 from velox_fn.engine.store import Store, init_store, used_rows
@@ -74,6 +75,7 @@ def curdkv_init(
     mean: bool = False,
     solver: str = "subspace",
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> CurDKVState:
     """An empty state.
 
@@ -93,6 +95,7 @@ def curdkv_init(
         solver: "eigh" finds each step's directions exactly. "subspace" tracks them from one single-token step to the
             next where that is faster (granularity "block", D_v > 4 rank_cap). Blocks are exact with both.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Raises:
         ValueError: a count cannot work, or granularity or solver is unknown.
@@ -107,7 +110,7 @@ def curdkv_init(
     tracks = solver == "subspace" and granularity == "block" and store.values.shape[-1] > 4 * rank_cap
     basis = (mx.zeros((batch, n_kv_heads, store.values.shape[-1], 2 * rank_cap)),) if tracks else ()
     state = CurDKVState(store=store, rank_cap=rank_cap, granularity=granularity, window=window, mean=mean, basis=basis)
-    begun: CurDKVState = begun_at_intervals(state, interval)
+    begun: CurDKVState = begun_at_intervals(pinned_state(state, pinned), interval)
     return begun
 
 
@@ -170,7 +173,7 @@ def curdkv_update(
 
 def curdkv_observe(
     state: CurDKVState,
-    queries: mx.array,
+    queries: Queries,
     scale: float | None = None,
     valid: mx.array | None = None,
     sinks: mx.array | None = None,
@@ -183,10 +186,18 @@ def curdkv_observe(
         scale: of the logits. None is 1/sqrt(D).
         valid: int32 [B], the real tokens of each sequence.
         sinks: [H_q], learned attention sinks, where the model has them.
+
+    Raises:
+        ValueError: queries came with arrays that the whole block read, and it is to be scored token by token.
     """
     n_tokens = queries.shape[2]
     if state.granularity == "block" or n_tokens == 1:
         return _scored(state, queries, scale, valid, sinks)
+    if isinstance(queries, Reading):
+        raise ValueError(
+            "this model's attention reads other arrays than the cached rows, made for the whole block, so that its "
+            "tokens cannot be scored one after the other; use granularity='block' or queries='proxy'"
+        )
     store, block = _taken_off(state.store, n_tokens, valid)
     for t in range(n_tokens):
         one = Rows(keys=block.keys[:, :, t, None], values=block.values[:, :, t, None], ranks=block.ranks[:, :, t, None])
@@ -208,6 +219,7 @@ def curdkv(
     mean: bool = False,
     solver: str = "subspace",
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction[CurDKVState]:
     """The CurDKV method: keep the rows that carry most of what attention puts out.
 
@@ -236,12 +248,13 @@ def curdkv(
 
     init: Init = functools.partial(curdkv_init, **settings)
     init(1, 1, 1)  # refuses settings that cannot work
-    return at_intervals(dynamic_eviction("curdkv", init, curdkv_observe, settings), interval)
+    method = dynamic_eviction("curdkv", init, curdkv_observe, settings)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def _scored(
     state: CurDKVState,
-    queries: mx.array,
+    queries: Queries,
     scale: float | None,
     valid: mx.array | None,
     sinks: mx.array | None,
@@ -271,7 +284,7 @@ def _leverage(
     weighted = weighted_rows(weights, values)
     matrix, (before,) = gram(weighted), state.basis
     basis = tracked_directions(matrix, before) if n_tokens == 1 else leading_directions(matrix, before.shape[-1])
-    if valid is not None:  # a sequence of which the block holds padding alone has shown no direction
+    if valid is not None:  # where a sequence has padding alone, its directions stay
         basis = mx.where((valid > 0)[:, None, None, None], basis, before)
     return leverage_along(weighted, basis[..., -state.rank_cap :]), (basis,)
 

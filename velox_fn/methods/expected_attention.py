@@ -34,10 +34,11 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn.engine import checks
-from velox_fn.engine.attention import Observed, observe_rows
+from velox_fn.engine.attention import Observed, Queries, observe_rows
 from velox_fn.engine.dynamic import dynamic_eviction, rescore
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.records import record
 from velox_fn.engine.rope import RopeSpec, mean_rotation, rope_remap_positions, rope_spec, turn_by
 from velox_fn.engine.select import Scores
@@ -69,6 +70,7 @@ def expected_attention(
     query_mean: mx.array | None = None,
     query_cov: mx.array | None = None,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction:
     """The Expected Attention method: keep the rows that future queries are expected to look at.
 
@@ -84,6 +86,7 @@ def expected_attention(
         query_mean: float32 [H,D], the calibrated mean of each KV head's queries, scaled as attention scales them.
         query_cov: float32 [H,D,D], their covariance.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         An `Eviction`: static with calibrated moments, else one that scores by queries.
@@ -111,7 +114,7 @@ def expected_attention(
             params=_checked_moments(query_mean, query_cov),
             settings=settings,
         )
-        return at_intervals(method, interval)
+        return at_intervals(pinning(method, pinned), interval)
     if rollback:
         raise ValueError(f"rollback={rollback} needs query_mean and query_cov: without them queries change all scores")
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
@@ -130,13 +133,14 @@ def expected_attention(
 
     def observe(
         state: ExpectedAttentionState,
-        queries: mx.array,
+        queries: Queries,
         scale: float | None = None,
         valid: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> ExpectedAttentionState:
         # Sinks are a term of the sum over the rows, which is the same for all of them.
         observed = observe_rows(state.store, queries, scale, valid)
+        _check_space(observed)
         state = _with_queries(state, observed, spec)
         mean, covariance = _future_moments(state, future, spec)
         keys = widened(observed.rows.keys)
@@ -145,7 +149,18 @@ def expected_attention(
         return dataclasses.replace(state, store=rescore(state.store, observed, scores))
 
     settings = {"budget": budget, "n_sink": n_sink, "recent": recent, **settings}
-    return at_intervals(dynamic_eviction("expected_attention", init, observe, settings), interval)
+    observing = dynamic_eviction("expected_attention", init, observe, settings)
+    return at_intervals(pinning(observing, pinned), interval)
+
+
+def _check_space(observed: Observed) -> None:
+    """ValueError unless the queries are in the space of the stored keys, which they are projected on."""
+    if observed.keys.shape[-1] != observed.rows.keys.shape[-1]:
+        raise ValueError(
+            f"expected_attention takes stored keys of {observed.rows.keys.shape[-1]} dimensions by the distribution of "
+            f"the queries, which here have {observed.keys.shape[-1]}, for others that the model makes of the rows; use "
+            "h2o, tova or snapkv, or queries='proxy'"
+        )
 
 
 def _log_norms(values: mx.array) -> mx.array:
@@ -167,6 +182,7 @@ def _with_queries(state: ExpectedAttentionState, observed: Observed, rope: RopeS
     positions = observed.query_positions
     counted = positions >= state.store.n_sink
     queries = observed.queries
+    queries = queries.reshape(*state.query_sum.shape[:2], -1, *queries.shape[3:])  # read once per query head, perhaps
     if rope is not None:
         queries = rope_remap_positions(queries, positions[:, None, None], mx.array(0), rope)
     queries = mx.where(counted[:, None, None, :, None] & mx.isfinite(queries), queries, 0.0)

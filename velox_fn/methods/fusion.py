@@ -24,6 +24,7 @@ from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.fused_evict import resolve_metal
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.scorers import METAL_SUMS, MLX_SUMS, SCORERS, head_by_head
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, Score, static_eviction
@@ -53,6 +54,7 @@ def fusion(
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction:
     """The fusion of static scores, each in units of its own spread. `install` brings the arrays from a calibration.
 
@@ -72,6 +74,7 @@ def fusion(
         rollback: tokens that can be taken back after evictions.
         use_metal_kernels: True or False; None uses them where they run.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         A static `Eviction`. Without the arrays that its terms need, its `init` raises ValueError.
@@ -113,7 +116,7 @@ def fusion(
         settings={"terms": "+".join(names), "combine": combine},
     )
     if not missing:
-        return at_intervals(dataclasses.replace(plain, params=params), interval)
+        return at_intervals(pinning(dataclasses.replace(plain, params=params), pinned), interval)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError(
@@ -121,7 +124,7 @@ def fusion(
             "calibrate`, and give what it makes as calibration= to install, or --calibration"
         )
 
-    return dataclasses.replace(at_intervals(plain, interval), init=refuse, params=params)
+    return dataclasses.replace(at_intervals(pinning(plain, pinned), interval), init=refuse, params=params)
 
 
 def term_names(terms: str | Sequence[str]) -> tuple[str, ...]:
@@ -195,7 +198,9 @@ def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
         moments = params[len(directions) :]
         fused = _combined(combine, [_in_units(*term) for term in zip(scores, moments[::2], moments[1::2], strict=True)])
         for t in {terms[0] for terms in seen_by.values() if terms}:
-            fused = fused + 0 * scores[t]  # or NaN where a row is not finite, also where this term is left out
+            fused = (
+                fused + 0 * scores[t]
+            )  # adds 0, or NaN where the row is not finite, also where this term is left out
         return fused
 
     def _in_units(scores: mx.array, centre: mx.array, spread: mx.array) -> mx.array:

@@ -22,10 +22,11 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn.engine import checks
-from velox_fn.engine.attention import attention_mass, observe_rows
+from velox_fn.engine.attention import Queries, Reading, attention_mass, observe_rows
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, land, rescore
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.renumber import gap_free, gap_free_view, renumbering
 from velox_fn.engine.rope import RopeSpec
 from velox_fn.engine.rows import View
@@ -40,6 +41,7 @@ def h2o(
     rope: RopeSpec | Mapping[str, Any] | None = None,
     rope_base: float | None = None,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction[DynamicState]:
     """The H2O method: keep the rows that attention has looked at most, and the most recent ones.
 
@@ -54,6 +56,7 @@ def h2o(
         rope: the model's rotary embedding. `install` reads it.
         rope_base: takes the place of the rotary embedding's base.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         An `Eviction` that scores by queries.
@@ -85,12 +88,12 @@ def h2o(
         land=land if spec is None else functools.partial(_land_gap_free, spec),
         shown=None if spec is None else functools.partial(gap_free, rope=spec),
     )
-    return at_intervals(method, interval)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def h2o_observe(
     state: DynamicState,
-    queries: mx.array,
+    queries: Queries,
     scale: float | None = None,
     valid: mx.array | None = None,
     sinks: mx.array | None = None,
@@ -101,9 +104,9 @@ def h2o_observe(
     With `rope` the mass is that on rows without gaps, as the view showed them.
     """
     observed = attended = observe_rows(state.store, queries, scale, valid, sinks)
-    if rope is not None:
-        keys = gap_free(observed.rows.keys, observed.positions, state.store.offset, rope)
-        attended = dataclasses.replace(observed, rows=dataclasses.replace(observed.rows, keys=keys))
+    if rope is not None and not isinstance(queries, Reading):  # what was read is without gaps already
+        keys = gap_free(observed.keys, observed.positions, state.store.offset, rope)
+        attended = dataclasses.replace(observed, keys=keys)
     scores = observed.scores + attention_mass(attended)
     return dataclasses.replace(state, store=rescore(state.store, observed, scores))
 

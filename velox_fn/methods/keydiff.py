@@ -29,6 +29,7 @@ from velox_fn.engine.dynamic import DynamicState, dynamic_init, land, with_score
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.landing import tied
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.rows import View
 from velox_fn.engine.scorers import MLX_SUMS, minus_cosine, unit_keys
 from velox_fn.engine.select import Scores
@@ -44,6 +45,7 @@ def keydiff(
     rollback: int = 0,
     mean_keys: mx.array | None = None,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction:
     """The KeyDiff method: keep the keys that are least like the mean key.
 
@@ -56,6 +58,7 @@ def keydiff(
         rollback: tokens that can be taken back after evictions; with `mean_keys` only.
         mean_keys: float32 [H,D], the calibrated mean key direction of each KV head.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         An `Eviction`: static with `mean_keys`, else scored anew with every call.
@@ -81,14 +84,15 @@ def keydiff(
             rollback=rollback,
             params={"mean_keys": mean_keys},
         )
-        return at_intervals(method, interval)
+        return at_intervals(pinning(method, pinned), interval)
     if rollback:
         raise ValueError(f"rollback={rollback} needs mean_keys: without them every new key changes all scores")
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
 
     init = dynamic_init(budget=budget, n_sink=n_sink, recent=recent)
     settings = {"budget": budget, "n_sink": n_sink, "recent": recent}
-    return at_intervals(Eviction(init, _running_update, "keydiff", settings, static=False), interval)
+    running = Eviction(init, _running_update, "keydiff", settings, static=False)
+    return at_intervals(pinning(running, pinned), interval)
 
 
 def _running_update(
@@ -104,7 +108,7 @@ def _running_update(
     positions = select.rank_positions(rows.ranks)
     unit = unit_keys(rows.keys)
     counted = mx.isfinite(unit) & (positions >= 0)[..., None]
-    mean = mx.where(counted, unit, 0.0).sum(axis=2)  # but for its length, which orders nothing
+    mean = mx.where(counted, unit, 0.0).sum(axis=2)  # times a number, which does not change the order
     store = with_scores(landed.store, minus_cosine(rows.keys, mean, MLX_SUMS), keys.shape[2])
     return dataclasses.replace(landed, store=store), tied(view, store)
 

@@ -18,13 +18,14 @@ import mlx.core as mx
 
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.scorers import square_terms
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, StaticState, static_eviction
 
 
 def l2norm(
-    *, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int = 0, interval: int = 1
+    *, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int = 0, interval: int = 1, pinned: Pinned = ()
 ) -> Eviction[StaticState]:
     """The L2Norm method: keep the keys [B,H,S,D] of the smallest norm.
 
@@ -36,6 +37,7 @@ def l2norm(
         recent: trailing tokens that always stay.
         rollback: tokens that can be taken back after evictions.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         A static `Eviction`.
@@ -51,7 +53,7 @@ def l2norm(
     method = static_eviction(
         "l2norm", _minus_squared_norm, budget=budget, n_sink=n_sink, recent=recent, rollback=rollback
     )
-    return at_intervals(method, interval)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def _minus_squared_norm(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:

@@ -25,6 +25,7 @@ from velox_fn.directions.key_svd import warm_up
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction, Init
 from velox_fn.engine.interval import at_intervals, begun_at_intervals, interval_update
+from velox_fn.engine.pinned import Pinned, pinned_state, pinning
 from velox_fn.engine.records import record, replaced
 from velox_fn.engine.rows import View
 from velox_fn.engine.scorers import metal_projection, projection_terms
@@ -64,6 +65,7 @@ def qfilters_init(
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> QFiltersState:
     """An empty state.
 
@@ -82,6 +84,7 @@ def qfilters_init(
         rollback: tokens that can be taken back after evictions.
         use_metal_kernels: True or False; None uses them where they run.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Raises:
         ValueError: a count cannot work, the sign is not 1 or -1, or filters are not finite, do not fit the heads, or
@@ -105,7 +108,7 @@ def qfilters_init(
         rollback=rollback,
         use_metal_kernels=use_metal_kernels,
     )
-    begun: QFiltersState = begun_at_intervals(state, interval)
+    begun: QFiltersState = begun_at_intervals(pinned_state(state, pinned), interval)
     return begun
 
 
@@ -192,6 +195,7 @@ def qfilters(
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction[QFiltersState]:
     """The Q-Filters method: keep the keys that project highest onto their head's filter.
 
@@ -227,7 +231,8 @@ def qfilters(
     init: Init = functools.partial(_init, **settings, filters=filters, use_metal_kernels=use_metal_kernels)
     init(1, n_kv_heads, head_dim)  # refuses settings that cannot work
     params = {} if filters is None else {"filters": filters}
-    return at_intervals(Eviction(init, _update, "qfilters", settings, params, scored=_scored), interval)
+    method = Eviction(init, _update, "qfilters", settings, params, scored=_scored)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def _scored(state: QFiltersState) -> QFiltersState:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, StaticState, static_eviction
 
@@ -28,6 +29,7 @@ def random_eviction(
     first_head: int = 0,
     rollback: int = 0,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction[StaticState]:
     """The random method: keep rows by lot, the floor that any informed method must beat.
 
@@ -43,6 +45,7 @@ def random_eviction(
             heads are spread over machines.
         rollback: tokens that can be taken back after evictions.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         A static `Eviction`.
@@ -70,7 +73,7 @@ def random_eviction(
         numbers=(mx.array(_mixed(_mixed(draws["seed"]) ^ draws["layer"]), mx.uint32), mx.array(first_head, mx.uint32)),
         settings=draws,
     )
-    return at_intervals(method, interval)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def _drawn(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:

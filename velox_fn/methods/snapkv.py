@@ -21,16 +21,17 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from velox_fn.engine import checks
-from velox_fn.engine.attention import attention_mass, observe_rows
+from velox_fn.engine.attention import Queries, attention_mass, observe_rows
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.observation_window import last_queries
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.rows import temporal_order
 
 
 def snapkv(
-    *, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: int = 5, interval: int = 1
+    *, budget: int = 512, n_sink: int = 4, obs_window: int = 32, kernel: int = 5, interval: int = 1, pinned: Pinned = ()
 ) -> Eviction[DynamicState]:
     """The SnapKV method: keep the rows that the last queries look at, and their neighbours.
 
@@ -43,6 +44,7 @@ def snapkv(
         obs_window: trailing queries that vote. Their rows always stay.
         kernel: rows that votes are averaged over, an odd number.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         An `Eviction` that scores by queries.
@@ -65,7 +67,7 @@ def snapkv(
 
     def observe(
         state: DynamicState,
-        queries: mx.array,
+        queries: Queries,
         scale: float | None = None,
         valid: mx.array | None = None,
         sinks: mx.array | None = None,
@@ -82,7 +84,7 @@ def snapkv(
         return dataclasses.replace(state, store=rescore(state.store, observed, left * old + votes))
 
     settings = {"budget": budget, "n_sink": n_sink, "obs_window": obs_window, "kernel": kernel}
-    return at_intervals(dynamic_eviction("snapkv", init, observe, settings), interval)
+    return at_intervals(pinning(dynamic_eviction("snapkv", init, observe, settings), pinned), interval)
 
 
 @functools.cache

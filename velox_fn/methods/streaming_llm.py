@@ -21,6 +21,7 @@ import mlx.core as mx
 
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.renumber import gap_free, gap_free_view, renumbering
 from velox_fn.engine.rope import RopeSpec
 from velox_fn.engine.rows import View
@@ -36,6 +37,7 @@ def streaming_llm(
     rope: RopeSpec | Mapping[str, Any] | None = None,
     rollback: int = 0,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction[StaticState]:
     """The StreamingLLM method: keep the first tokens and the last ones.
 
@@ -48,6 +50,7 @@ def streaming_llm(
         rope: the model's rotary embedding. `install` reads it.
         rollback: tokens that can be taken back after evictions.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         A static `Eviction`.
@@ -78,7 +81,7 @@ def streaming_llm(
         queries: mx.array | None = None,
         valid: mx.array | None = None,
     ) -> tuple[StaticState, View]:
-        if valid is not None:  # asks for the ranks of every row, here as in the update
+        if valid is not None:  # a padded update needs the ranks of every row
             state = plain.scored(state)
         after, view = plain.update(state, keys, values, valid=valid)
         if spec is not None:
@@ -87,7 +90,8 @@ def streaming_llm(
 
     settings = {**plain.settings, "renumber": renumber, "rope": None if spec is None else spec.plain()}
     shown = None if spec is None else functools.partial(gap_free, rope=spec)
-    return at_intervals(dataclasses.replace(plain, update=update, settings=settings, shown=shown), interval)
+    method = dataclasses.replace(plain, update=update, settings=settings, shown=shown)
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def _recency(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:

@@ -17,14 +17,15 @@ import dataclasses
 import mlx.core as mx
 
 from velox_fn.engine import checks
-from velox_fn.engine.attention import attention_mass, observe_rows
+from velox_fn.engine.attention import Queries, attention_mass, observe_rows
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.observation_window import last_queries
+from velox_fn.engine.pinned import Pinned, pinning
 
 
-def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction[DynamicState]:
+def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1, pinned: Pinned = ()) -> Eviction[DynamicState]:
     """The TOVA method: keep the rows that the last query looks at most, the same in all heads.
 
     Source: arXiv:2401.06104, section 3.2.
@@ -33,6 +34,7 @@ def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction[D
         budget: most rows kept, the same ones for all heads, sinks included.
         n_sink: leading tokens that always stay.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         An `Eviction` that scores by queries.
@@ -48,12 +50,13 @@ def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1) -> Eviction[D
     budget, n_sink, _ = checks.row_limits(budget, n_sink, 0)
 
     init = dynamic_init(budget=budget, n_sink=n_sink, recent=0)
-    return at_intervals(dynamic_eviction("tova", init, tova_observe, {"budget": budget, "n_sink": n_sink}), interval)
+    method = dynamic_eviction("tova", init, tova_observe, {"budget": budget, "n_sink": n_sink})
+    return at_intervals(pinning(method, pinned), interval)
 
 
 def tova_observe(
     state: DynamicState,
-    queries: mx.array,
+    queries: Queries,
     scale: float | None = None,
     valid: mx.array | None = None,
     sinks: mx.array | None = None,

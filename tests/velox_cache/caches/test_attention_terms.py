@@ -11,7 +11,7 @@ from mlx_lm.models import base, llama
 from mlx_lm.models.cache import make_prompt_cache
 
 import velox_cache as vc
-from velox_cache.evaluation.predicted_attention import attention_correlation, true_mean_attention
+from velox_cache.calibration.predicted_attention import attention_correlation, true_mean_attention
 from velox_cache.harness.shared_prefill import shared_prefill
 from velox_cache.introspection.query_tap import ObservedAttention
 from velox_fn import METHODS
@@ -172,6 +172,7 @@ def strange(request: pytest.FixtureRequest, tiny_model: Callable[..., nn.Module]
 
 
 @pytest.mark.parametrize("method", BY_ATTENTION)
+@pytest.mark.parametrize("strange", ["softcap"], indirect=True)
 def test_any_other_term_is_refused_by_name_when_it_would_be_scored_without(
     strange: tuple[nn.Module, str], method: str
 ) -> None:
@@ -179,6 +180,14 @@ def test_any_other_term_is_refused_by_name_when_it_would_be_scored_without(
     with pytest.raises(ValueError, match=f"takes '{name}' into its softmax"):
         vc.install(model, method, budget=64)
     assert "make_cache" not in model.__dict__
+
+
+@pytest.mark.parametrize("method", BY_ATTENTION)
+@pytest.mark.parametrize("strange", ["mask"], indirect=True)
+def test_numbers_in_the_mask_are_a_term_that_can_be_scored_with(strange: tuple[nn.Module, str], method: str) -> None:
+    model, _ = strange
+    vc.install(model, method, budget=64)
+    run(model, make_prompt_cache(model))
 
 
 def test_models_with_other_terms_serve_methods_that_look_at_no_queries(strange: tuple[nn.Module, str]) -> None:

@@ -77,7 +77,7 @@ def test_ragged_prefill_in_steps_generates_what_each_prompt_does_alone(
     prefill_step_size: int, tiny_model: Callable[..., nn.Module]
 ) -> None:
     model = tiny_model(vocab_size=VOCABULARY)
-    vc.install(model, budget=BUDGET, calib_tokens=16)
+    vc.install(model, "qfilters", budget=BUDGET, calib_tokens=16)
     tokens, _, _ = generated(model, PROMPTS, [12] * 4, prefill_step_size=prefill_step_size)
     alone = [generated(model, [one], [12], prefill_step_size=prefill_step_size)[0][0] for one in PROMPTS]
     assert tokens == alone
@@ -85,7 +85,7 @@ def test_ragged_prefill_in_steps_generates_what_each_prompt_does_alone(
 
 def test_rows_that_join_and_leave_change_nothing_for_the_others(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model(vocab_size=VOCABULARY)
-    vc.install(model, budget=BUDGET, calib_tokens=16)
+    vc.install(model, "qfilters", budget=BUDGET, calib_tokens=16)
     arrivals = {0: (prompt(70), 40), 3: (prompt(9), 5), 7: (prompt(120), 30), 11: (prompt(3), 50), 30: (prompt(55), 9)}
     generator = BatchGenerator(model, prefill_step_size=32)
     tokens: dict[int, list[int]] = {}
@@ -105,7 +105,7 @@ def test_rows_that_join_and_leave_change_nothing_for_the_others(tiny_model: Call
 
 def test_removed_request_leaves_the_others_alone(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model(vocab_size=VOCABULARY)
-    vc.install(model, budget=BUDGET, calib_tokens=16)
+    vc.install(model, "qfilters", budget=BUDGET, calib_tokens=16)
     generator = BatchGenerator(model)
     uids = generator.insert([prompt(80), prompt(20), prompt(100)], [30, 30, 30])
     tokens: dict[int, list[int]] = {uid: [] for uid in uids}
@@ -121,7 +121,7 @@ def test_removed_request_leaves_the_others_alone(tiny_model: Callable[..., nn.Mo
 
 def test_rows_of_a_batch_stay_within_budget_and_are_evicting_caches(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model(vocab_size=VOCABULARY)
-    vc.install(model, budget=BUDGET, calib_tokens=16)
+    vc.install(model, "qfilters", budget=BUDGET, calib_tokens=16)
     _, caches, _ = generated(model, PROMPTS, [30] * 4)
     for row, length in zip(caches, LENGTHS, strict=True):
         assert all(type(cache) is vc.EvictingKVCache for cache in row)
@@ -131,7 +131,7 @@ def test_rows_of_a_batch_stay_within_budget_and_are_evicting_caches(tiny_model: 
 
 def test_given_prompt_caches_are_continued(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model(vocab_size=VOCABULARY)
-    vc.install(model, budget=BUDGET, calib_tokens=16)
+    vc.install(model, "qfilters", budget=BUDGET, calib_tokens=16)
     histories = [prompt(20, seed=1), prompt(140, seed=2)]
     caches = [make_prompt_cache(model) for _ in histories]
     for history, cache in zip(histories, caches, strict=True):
@@ -151,26 +151,26 @@ def test_given_prompt_caches_are_continued(tiny_model: Callable[..., nn.Module])
 
 def test_two_generations_in_a_row_are_alike(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model(vocab_size=VOCABULARY)
-    vc.install(model, budget=BUDGET, calib_tokens=16)
+    vc.install(model, "qfilters", budget=BUDGET, calib_tokens=16)
     first, second = (generated(model, PROMPTS, [10] * 4)[0] for _ in range(2))
     assert first == second
 
 
 def test_short_prompt_after_a_long_one_equals_a_fresh_start(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model(vocab_size=VOCABULARY)
-    vc.install(model, budget=BUDGET, calib_tokens=16)
+    vc.install(model, "qfilters", budget=BUDGET, calib_tokens=16)
     generated(model, [prompt(200)], [20])
     after = generated(model, [prompt(10)], [20])[0]
     fresh = tiny_model(vocab_size=VOCABULARY)
-    vc.install(fresh, budget=BUDGET, calib_tokens=16)
+    vc.install(fresh, "qfilters", budget=BUDGET, calib_tokens=16)
     assert after == generated(fresh, [prompt(10)], [20])[0]
 
 
 def test_caches_of_other_settings_do_not_share_a_batch(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model(vocab_size=VOCABULARY)
-    vc.install(model, budget=BUDGET, calib_tokens=16)
+    vc.install(model, "qfilters", budget=BUDGET, calib_tokens=16)
     one = make_prompt_cache(model)
-    vc.install(model, budget=BUDGET + 1)
+    vc.install(model, "qfilters", budget=BUDGET + 1)
     other = make_prompt_cache(model)
     with pytest.raises(ValueError, match="one set of settings"):
         type(one[0]).merge([one[0], other[0]])
@@ -178,7 +178,7 @@ def test_caches_of_other_settings_do_not_share_a_batch(tiny_model: Callable[...,
 
 def test_plain_and_evicting_caches_do_not_share_a_batch(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model(vocab_size=VOCABULARY)
-    vc.install(model, budget=BUDGET, calib_tokens=16)
+    vc.install(model, "qfilters", budget=BUDGET, calib_tokens=16)
     with pytest.raises((ValueError, AttributeError, TypeError)):
         make_prompt_cache(model)[0].merge([make_prompt_cache(model)[0], KVCache()])
 
@@ -192,7 +192,7 @@ def test_smollm2_batch_of_30_400_and_900_tokens_equals_each_alone() -> None:
     differences = {}
     for name in ("plain", "evicting"):
         if name == "evicting":
-            vc.install(model, budget=256)
+            vc.install(model, "qfilters", budget=256)
         tokens, _, logprobs = generated(model, prompts, [40] * 3)
         alone = [generated(model, [one], [40]) for one in prompts]
         assert tokens == [result[0][0] for result in alone]

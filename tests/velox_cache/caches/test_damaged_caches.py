@@ -197,7 +197,7 @@ def test_what_was_saved_loads(method: Any, n_tokens: tuple[int, ...]) -> None:
 
 
 def saved(folder: Path, model: nn.Module) -> Path:
-    vc.install(model, budget=24)
+    vc.install(model, "qfilters", budget=24)
     caches = mlx_caches.make_prompt_cache(model)
     model(mx.array([[(7 * i) % 97 for i in range(40)]]), cache=caches)
     vc.save_prompt_cache(folder / "prompt.safetensors", caches, {"who": "me"})

@@ -101,13 +101,13 @@ BOUNDED: dict[str, tuple[dict[str, Any], list[int]]] = {
         MLA | {"num_key_value_heads": 4, "first_k_dense_replace": 9, "rope_scaling": YARN, "q_lora_rank": None},
         [0, 1],
     ),
+    "deepseek_v3": ({}, [0, 1]),
     "llama": (
         {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16},
         [1, 3],
     ),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "deepseek_v3": ({}, "latent"),
     "deepseek_v32": (INDEXED, "indexer"),
     "glm_moe_dsa": (INDEXED, "indexer"),
     "phi3small": (
@@ -154,7 +154,7 @@ def greedy(model: nn.Module, prompt: list[int], n_tokens: int, **options: Any) -
 
 def test_full_attention_layers_are_bounded_and_the_report_says_so(hybrid: tuple[nn.Module, list[int]]) -> None:
     model, bounded = hybrid
-    report = vc.install(model, budget=24, calib_tokens=8)
+    report = vc.install(model, "qfilters", budget=24, calib_tokens=8)
     assert [entry.layer for entry in report.layers if entry.bounded] == bounded
     assert all(entry.reason for entry in report.layers)
     caches = make_prompt_cache(model)
@@ -165,7 +165,7 @@ def test_full_attention_layers_are_bounded_and_the_report_says_so(hybrid: tuple[
 def test_other_layers_keep_the_caches_that_the_model_makes(hybrid: tuple[nn.Module, list[int]]) -> None:
     model, _ = hybrid
     own = [type(part) for part in flat_caches(make_prompt_cache(model))]
-    vc.install(model, budget=24, calib_tokens=8)
+    vc.install(model, "qfilters", budget=24, calib_tokens=8)
     installed = [type(part) for part in flat_caches(make_prompt_cache(model))]
     assert [new if old is not KVCache else KVCache for old, new in zip(own, installed, strict=True)] == own
 
@@ -175,7 +175,7 @@ def test_logits_within_budget_are_those_of_the_plain_model(hybrid: tuple[nn.Modu
     outputs = []
     for evicting in (False, True):
         if evicting:
-            vc.install(model, budget=200, calib_tokens=8)
+            vc.install(model, "qfilters", budget=200, calib_tokens=8)
         caches = make_prompt_cache(model)
         blocks = [PROMPT[:40], PROMPT[40:41], PROMPT[41:60], PROMPT[60:61]]
         outputs.append([model(mx.array([block]), cache=caches) for block in blocks])
@@ -184,7 +184,7 @@ def test_logits_within_budget_are_those_of_the_plain_model(hybrid: tuple[nn.Modu
 
 def test_rows_stay_bounded_while_offsets_go_on(hybrid: tuple[nn.Module, list[int]]) -> None:
     model, bounded = hybrid
-    vc.install(model, budget=24, calib_tokens=8)
+    vc.install(model, "qfilters", budget=24, calib_tokens=8)
     caches = make_prompt_cache(model)
     assert len(greedy(model, PROMPT, 30, prompt_cache=caches, prefill_step_size=32)) == 30
     evicting = [part for part in flat_caches(caches) if isinstance(part, vc.EvictingKVCache)]
@@ -195,7 +195,7 @@ def test_ragged_batch_generates_what_each_prompt_does_alone(hybrid: tuple[nn.Mod
     model, _ = hybrid
     if any(type(cache).__name__ == "ChunkedKVCache" for cache in make_prompt_cache(model)):
         pytest.skip("mlx_lm does not batch chunked attention")
-    vc.install(model, budget=24, calib_tokens=8)
+    vc.install(model, "qfilters", budget=24, calib_tokens=8)
     prompts = [PROMPT[:5], PROMPT, PROMPT[:40]]
     generator = BatchGenerator(model)
     uids = generator.insert(prompts, [15] * 3)
@@ -214,7 +214,7 @@ def test_model_that_cannot_be_bounded_is_refused_with_the_reason(
     changes, reason = REFUSED[model_type]
     model = tiny_model(model_type, **changes)
     with pytest.raises(ValueError, match=reason):
-        vc.install(model, budget=24)
+        vc.install(model, "qfilters", budget=24)
     assert "make_cache" not in model.__dict__
 
 
@@ -227,7 +227,7 @@ def test_builder_leaves_a_refused_model_its_own_caches(model_type: str, tiny_mod
 
 def test_values_narrower_than_keys_are_counted_right(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model("deepseek_v2", **BOUNDED["deepseek_v2"][0])
-    vc.install(model, budget=24, calib_tokens=8)
+    vc.install(model, "qfilters", budget=24, calib_tokens=8)
     caches = make_prompt_cache(model)
     model(mx.array([PROMPT]), cache=caches)
     heads, key_bytes, value_bytes, filter_bytes = 4, (16 + 8) * 4, 12 * 4, (16 + 8) * 4
@@ -264,14 +264,16 @@ def test_layer_that_never_shows_its_queries_is_found_by_the_probe(
 
 
 def _blind_to_the_tap(call: Callable[..., Any], blind: nn.Module) -> Callable[..., Any]:
-    """`call`, whose one module `blind` hands attention copies of the view."""
+    """`call`, whose one module `blind` hands attention one row more than the view has."""
 
     class Copying:
         def __init__(self, cache: Any) -> None:
             self._cache = cache
 
         def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-            return tuple(array + 0 for array in self._cache.update_and_fetch(keys, values))  # type: ignore[return-value]
+            keys, values = self._cache.update_and_fetch(keys, values)
+            one_more = [(0, 0), (0, 0), (1, 0), (0, 0)]
+            return mx.pad(keys, one_more), mx.pad(values, one_more)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._cache, name)
@@ -310,7 +312,7 @@ def test_inspect_model_prints_the_plan(
 def test_gemma3_270m_generates_in_bounded_memory() -> None:
     model, tokenizer = mlx_lm.load(str(default_cache_dir() / "gemma3-270m-float32"))
     own = make_prompt_cache(model)
-    report = vc.install(model, budget=128)
+    report = vc.install(model, "qfilters", budget=128)
     caches = make_prompt_cache(model)
     prompt = tokenizer.encode("The capital of France is Paris. The capital of Italy is Rome. " * 15)
     text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=caches)

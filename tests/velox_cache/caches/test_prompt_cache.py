@@ -97,7 +97,7 @@ def test_hybrid_model_goes_on_bit_for_bit(
 
 def test_unused_caches_can_be_saved(tmp_path: Path, tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model()
-    vc.install(model, budget=40)
+    vc.install(model, "qfilters", budget=40)
     vc.save_prompt_cache(tmp_path / "prompt", make_prompt_cache(model))
     loaded = vc.load_prompt_cache(tmp_path / "prompt")
     assert all(cache.empty() and cache.method.settings["budget"] == 40 for cache in loaded)

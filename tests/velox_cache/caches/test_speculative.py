@@ -99,9 +99,9 @@ def test_calibrated_filters_with_rollback_hold_too_and_over_300_tokens(tiny_mode
     model = tiny_model()
     filters = [mx.random.normal((2, 8), key=mx.random.key(layer)) for layer in range(2)]
     calibration = vc.Calibration(filters, model_id="tiny", n_samples=1, dataset="random")
-    vc.install(model, budget=32, rollback=4, calibration=calibration)
+    vc.install(model, "qfilters", budget=32, rollback=4, calibration=calibration)
     rough = tiny_model(seed=1)
-    vc.install(rough, budget=32, rollback=4, calibration=calibration)
+    vc.install(rough, "qfilters", budget=32, rollback=4, calibration=calibration)
     caches = replayed(model)
     list(drafted(model, rough, 400, PROMPT, num_draft_tokens=4, prompt_cache=caches + make_prompt_cache(rough)))
     assert all(cache.rounds_compared_after_eviction > 70 for cache in caches)
@@ -119,7 +119,7 @@ def test_good_draft_is_accepted_and_gives_the_undrafted_text(tiny_model: Callabl
 
 def test_without_rollback_mlx_lm_refuses_speculative_decoding(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model()
-    vc.install(model, budget=32)
+    vc.install(model, "qfilters", budget=32)
     with pytest.raises(ValueError, match="trimmable"):
         next(drafted(model, model, 5, PROMPT))
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -104,6 +105,60 @@ def test_a_repository_that_the_hub_does_not_give_is_refused():
 
 def test_an_empty_prompt_is_refused(refused):
     assert "prompt" in refused("generate", "smollm2-135m", "--prompt", " ")
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("serve",)], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--method", "qfliters"), "there is no method 'qfliters'"),
+        (("--budget", "0"), "budget must be at least 1"),
+        (("--budget", "64", "--recent", "64"), "must be smaller than budget"),
+        (("--set", "bogus=1"), "no setting 'bogus'"),
+        (("--method", "full", "--budget", "64"), "takes no settings"),
+        (("--filters", "none.npz"), "none.npz"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused_before_a_model_is_looked_for(command, options, message, refused):
+    assert message in refused(command[0], "no/such/folder", *command[1:], *options)
+
+
+def test_a_share_is_refused_where_the_prompt_is_not_known(refused):
+    assert "number of rows" in refused("serve", "no/such/folder", "--budget", "0.25")
+
+
+def test_generate_calibrates_once_and_takes_a_share_of_the_prompt(tmp_path, monkeypatch, capsys):
+    from tiny_folder import write_tiny_folder
+
+    monkeypatch.setenv("VELOX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("velox_cache.calibration.made_once.calibration_texts", lambda: ["some text to read, " * 20])
+    (tmp_path / "model").mkdir()
+    (tmp_path / "report.txt").write_text("A long report about nothing. " * 8)
+    folder = str(write_tiny_folder(tmp_path / "model"))
+    words = ["generate", folder, "--budget", "0.25", "--context", str(tmp_path / "report.txt"), "--prompt", "What?"]
+    assert main([*words, "--max-tokens", "4"]) == 0
+    assert "made in" in capsys.readouterr().err
+    assert main([*words, "--max-tokens", "4"]) == 0
+    told = capsys.readouterr().err
+    assert "made in" not in told
+    seen, rows = (int(word.replace(",", "")) for word in re.findall(r"([\d,]+) (?:tokens seen|rows kept)", told))
+    assert rows == round((seen - 4) / 4) or rows == round((seen - 3) / 4)
+
+
+def test_a_calibration_of_python_serves_the_command_line(tmp_path, monkeypatch, capsys):
+    from mlx_lm import load
+    from tiny_folder import write_tiny_folder
+
+    from velox_cache import calibrate, save_calibration
+
+    (tmp_path / "model").mkdir()
+    folder = str(write_tiny_folder(tmp_path / "model"))
+    save_calibration(calibrate(*load(folder), ["some text to read, " * 20], progress=False), tmp_path / "f.npz")
+    words = ["generate", folder, "--prompt", "x", "--budget", "16", "--max-tokens", "2", "--filters"]
+    assert main([*words, str(tmp_path / "f.npz")]) == 0
+    assert main(["calibrate", folder, "--max-tokens", "100", "-o", str(tmp_path / "g.npz")]) == 0
+    assert main([*words, str(tmp_path / "g.npz")]) == 0
 
 
 def test_a_missing_output_folder_is_refused_before_the_model_loads(refused, tmp_path):

@@ -36,6 +36,7 @@ def test_settings_reach_the_method():
         "calib_tokens": 32,
         "sign": -1,
         "interval": 1,
+        "pinned": [],
     }
 
 

@@ -49,6 +49,7 @@ def test_config_reaches_the_method():
         "mean": True,
         "solver": "eigh",
         "interval": 1,
+        "pinned": [],
     }
 
 

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiny_models import model_of
 
 from metal_src import metal_available
 from velox_cache.cli import doctor as command
+from velox_cache.cli import inspect_model
 from velox_cache.doctor import report as doctor
 from velox_cache.doctor.kernel_parity import Parity
 
@@ -51,7 +53,7 @@ def test_a_kernel_that_differs_fails_the_command(
     parity: Parity, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parities(monkeypatch, parity)
-    assert command.run(argparse.Namespace(json=False)) == status
+    assert command.run(argparse.Namespace(json=False, model=None)) == status
     assert ("WRONG" in capsys.readouterr().out) == bool(status)
 
 
@@ -64,7 +66,7 @@ def test_a_kernel_that_does_not_compile_is_reported_with_the_compilers_words(
 
     parities(monkeypatch, RIGHT)
     monkeypatch.setattr("velox_cache.doctor.kernel_parity.compare_kernels", compare_kernels)
-    assert command.run(argparse.Namespace(json=False)) == 1
+    assert command.run(argparse.Namespace(json=False, model=None)) == 1
     report = capsys.readouterr().out
     assert "undeclared identifier 'TG'" in report
     assert RIGHT.case in report
@@ -74,7 +76,7 @@ def test_the_json_report_holds_the_same_findings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parities(monkeypatch, WRONG)
-    command.run(argparse.Namespace(json=True))
+    command.run(argparse.Namespace(json=True, model=None))
     assert json.loads(capsys.readouterr().out) == doctor.as_json(doctor.doctor())
 
 
@@ -94,3 +96,27 @@ def test_the_doctor_answers_when_chex_cannot_be_imported(tmp_path: Path) -> None
     assert found["broke off"]["fault"]
     assert {"python", "chex", "jax", "chip"} <= found.keys()
     assert ran.returncode == 1
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "gemma2", "mamba"])
+def test_of_a_model_it_says_what_inspect_model_says(
+    architecture: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mlx_lm.load", lambda *_, **__: (model_of(architecture), None))
+    monkeypatch.setattr("velox_cache.doctor.report.doctor", list)
+    assert command.run(argparse.Namespace(json=True, model="owner/model")) == 0
+    said = {finding["name"]: finding["value"] for finding in json.loads(capsys.readouterr().out)}
+    inspect_model.run(argparse.Namespace(all=False, model="owner/model"))
+    inspected = " ".join(capsys.readouterr().out.split())
+    for about in said.keys() & {"layers", "queries", "renumbering", "masks"}:
+        assert said[about] in inspected
+    assert ("queries" in said) == (architecture != "mamba")
+
+
+def test_an_mlx_lm_of_another_protocol_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("velox_cache.caches.mlx_lm_protocol.protocol_faults", lambda: ("its caches have meta_state",))
+    monkeypatch.setattr(doctor, "_speed", list)
+    found = {finding.name: finding for finding in doctor.doctor() if finding.topic == "mlx-lm"}
+    assert found["cache protocol"].fault
+    assert "meta_state" in found["cache protocol"].value
+    assert "pip install 'mlx-lm" in found["what to do"].value

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from velox_cache.calibration.calibrating import calibrate, sign_agreement
-from velox_cache.evaluation.predicted_attention import attention_correlation, spearman, true_mean_attention
+from velox_cache.calibration.predicted_attention import attention_correlation, spearman, true_mean_attention
 from velox_fn.directions.key_svd import estimate_filter_dir
 
 

@@ -96,7 +96,7 @@ def test_the_report_says_things_once_and_not_per_layer(tiny_model):
         report = install(model, "qfilters", budget=16, calib_tokens=4)
         generated(model, PROMPT)
     assert not [warning for warning in caught if "velox" in str(warning.filename)]
-    assert len(str(report).splitlines()) == 2
+    assert len(str(report).splitlines()) == 3
 
 
 def test_uninstall_gives_the_model_its_own_caches_back(tiny_model):
@@ -183,12 +183,13 @@ def test_recent_tokens_survive_generation(tiny_model):
         ({"bugdet": 16}, "qfilters has no setting 'bugdet'; its settings are budget"),
         ({"layer": 3}, "has no setting 'layer'"),
         ({"budget": 0}, "budget must be at least 1"),
-        ({"budget": "64"}, "budget"),
-        ({"budget": 16.0}, "budget"),
+        ({"budget": "64"}, "not text; write budget=64"),
+        ({"budget": 16.0}, r"number of rows.*velox_cache\.generate"),
         ({"budget": 16, "recent": 16}, "must be smaller than budget"),
         ({"budget": 16, "recent": -1}, "recent must be at least 0"),
         ({"budget": 16, "sign": 0}, "sign must be one of 1, -1"),
         ({"queries": "real"}, "queries must be one of 'true', 'proxy', got 'real'"),
+        ({"calibrate": "always"}, "calibrate must be"),
         ({"filters": calibration(heads=3)}, r"layer 0 has 2 KV heads of dimension 8.*\(3, 8\)"),
         ({"filters": calibration(dim=16)}, r"layer 0 has 2 KV heads of dimension 8.*\(2, 16\)"),
         ({"filters": calibration(n_layers=1)}, "covers 1 layers, but the model has 2"),
@@ -201,7 +202,7 @@ def test_recent_tokens_survive_generation(tiny_model):
 def test_what_cannot_work_is_refused(tiny_model, arguments, message):
     model = tiny_model()
     with pytest.raises(ValueError, match=message):
-        install(model, **arguments)
+        install(model, **{"method": "qfilters", **arguments})
     assert type(make_prompt_cache(model)[0]) is KVCache
 
 
@@ -214,7 +215,7 @@ def test_a_model_without_full_attention_is_refused_with_the_reason(tiny_model):
 @pytest.mark.parametrize("given", [[mx.ones((2, 8))] * 2, mx.ones((2, 8)), 5], ids=["list", "array", "int"])
 def test_what_is_no_calibration_is_refused(given, tiny_model):
     with pytest.raises(ValueError, match=r"calibration must be .* Calibration\(arrays\)"):
-        install(tiny_model(), calibration=given)
+        install(tiny_model(), "qfilters", calibration=given)
 
 
 def test_a_smaller_max_kv_size_is_not_ignored_silently(tiny_model):

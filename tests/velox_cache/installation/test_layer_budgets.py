@@ -50,14 +50,29 @@ def test_report_shows_each_layers_own_numbers(tiny_model: Callable[..., nn.Modul
     model = tiny_model()
     report = vc.install(model, "l2norm", budget=[40, 16])
     own = [cache.method.settings for cache in make_prompt_cache(model)]
-    assert report.settings == {"budget": [40, 16], "n_sink": 4, "recent": [30, 11], "rollback": 0, "interval": 1}
+    assert report.settings == {
+        "budget": [40, 16],
+        "n_sink": 4,
+        "recent": [30, 11],
+        "rollback": 0,
+        "interval": 1,
+        "pinned": [],
+    }
     assert own == [{**report.settings, "budget": n, "recent": r} for n, r in ((40, 30), (16, 11))]
     assert "budget=[40, 16], n_sink=4, recent=[30, 11]" in str(report)
 
 
 def test_report_shows_one_number_where_layers_agree(tiny_model: Callable[..., nn.Module]) -> None:
     report = vc.install(tiny_model(), "random", budget=40)
-    assert report.settings == {"budget": 40, "n_sink": 4, "recent": 30, "seed": 0, "rollback": 0, "interval": 1}
+    assert report.settings == {
+        "budget": 40,
+        "n_sink": 4,
+        "recent": 30,
+        "seed": 0,
+        "rollback": 0,
+        "interval": 1,
+        "pinned": [],
+    }
 
 
 @pytest.mark.parametrize(

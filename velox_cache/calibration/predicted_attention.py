@@ -7,7 +7,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import Tokenizer
+from velox_cache.calibration.texts import held_out_text
 from velox_cache.introspection.observed_prefill import observed_prefill
 
 # (layer, keys [H,n,D], values [H,n,D_v]) -> scores [H,n]; a higher score says the key matters more.
@@ -95,6 +97,25 @@ def attention_correlation(
                 scores = np.array(score(call.layer, keys, values).astype(mx.float32))
                 found[name].append(spearman(scores[:, counted], truth[:, counted]))
     return {name: np.concatenate(per_layer) for name, per_layer in found.items()}
+
+
+def predicts_attention(model: nn.Module, tokenizer: Tokenizer, calibration: Calibration) -> float | None:
+    """How well the filters foretell the attention that the keys of 512 tokens receive, text that nobody calibrates on.
+
+    The mean over heads of the rank correlation: 0 is chance, 1 is perfect. None where it cannot be measured, as in
+    models whose softmax has terms of its own.
+    """
+
+    def projection(layer: int, keys: mx.array, values: mx.array) -> mx.array:
+        filters = calibration.filters[layer]
+        assert filters is not None  # a layer whose queries are seen has been calibrated
+        return (keys * filters[:, None]).sum(-1)
+
+    try:
+        found = attention_correlation(model, tokenizer, held_out_text(), {"projection": projection})
+    except ValueError:
+        return None
+    return float(found["projection"].mean())
 
 
 def _centred_ranks(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

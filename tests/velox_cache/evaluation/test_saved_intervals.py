@@ -1,0 +1,43 @@
+"""The table of docs/intervals.md is what `velox eval saved-intervals` makes of the committed readings."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from velox_cache.cli.main import main
+from velox_cache.evaluation.intervals import IntervalReading, by_interval, saved_readings
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "docs/results/smollm2-135m/intervals"
+NAMES = {"fusion": "fusion", "h2o": "H2O"}
+
+
+def test_the_documented_table_is_that_of_the_saved_readings() -> None:
+    written = re.findall(r"^\| (?:fusion|H2O), .*\|$", (ROOT / "docs/intervals.md").read_text(), re.MULTILINE)
+    expected = []
+    for method, found in saved_readings(FOLDER).items():
+        n_passages = sum(one.interval == 1 for one in found)
+        for row in by_interval(found):
+            label = f"{NAMES[method]}, {n_passages} passages"
+            cells = [label, str(row["interval"]), str(row["budget"]), f"{row['KL to full']:.3f}"]
+            cells += [f"{row['more than at 1']:+.3f}", row["worse on"]] if row["interval"] > 1 else ["", ""]
+            expected.append("| " + " | ".join(cells) + " |")
+    assert [re.sub(r" +", " ", line) for line in written] == [re.sub(r" +", " ", line) for line in expected]
+
+
+def test_means_are_over_passages() -> None:
+    found = [
+        IntervalReading(n, 10, i, 2.0, kl, 1.0)
+        for i, kls in enumerate([(1, 2), (3, 2)])
+        for n, kl in zip((1, 4), kls, strict=True)
+    ]
+    at_once, at_four = by_interval(found)
+    assert (at_once["KL to full"], at_once["more than at 1"]) == (2, 0)
+    assert (at_four["KL to full"], at_four["more than at 1"], at_four["worse on"]) == (2, 0, "1 of 2")
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "saved-intervals", str(FOLDER)]) == 0
+    assert "fusion" in capsys.readouterr().out
+    assert main(["eval", "saved-intervals", str(FOLDER.parent)]) != 0

@@ -1,0 +1,1 @@
+"""Which budget fits a machine and a context: from what is known of a model without running it."""

@@ -1,0 +1,60 @@
+"""What the rows of one sequence take, with and without bounds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from velox_fn.engine.eviction import Eviction
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of keys and values in the bounded layers of one sequence. Layers that bound themselves are left out."""
+
+    layers: tuple[tuple[int, int], ...]  # of each bounded layer: bytes of a token, most rows held
+    leaves_from: int  # the first token with which rows leave, counted from 1
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one more token, while all are kept."""
+        return sum(size for size, _ in self.layers)
+
+    @property
+    def most_bytes(self) -> int:
+        """However long the sequence grows."""
+        return self.bounded_bytes(2**62)
+
+    def full_bytes(self, n_tokens: int) -> int:
+        """Of a sequence whose rows all stay."""
+        return n_tokens * self.token_bytes
+
+    def bounded_bytes(self, n_tokens: int) -> int:
+        """Of a sequence whose rows leave."""
+        return sum(size * min(n_tokens, rows) for size, rows in self.layers)
+
+    def __str__(self) -> str:
+        return (
+            f"a sequence takes at most {in_units(self.most_bytes)} in these layers, where every token took "
+            f"{in_units(self.token_bytes)} ({in_units(self.full_bytes(32768))} at 32,768 tokens); rows leave from "
+            f"token {self.leaves_from:,} on"
+        )
+
+
+def footprint(row_bytes: Sequence[int | None], methods: Mapping[int, Eviction]) -> Footprint | None:
+    """That of methods by layer, over layers whose rows take so much; None where something of it is not known."""
+    layers, leaves = [], []
+    for layer, method in methods.items():
+        size, budget, interval = row_bytes[layer], method.settings.get("budget"), method.settings.get("interval", 1)
+        if size is None or not isinstance(budget, int):
+            return None
+        layers.append((size, budget + interval - (interval == 1)))
+        leaves.append((budget // interval + 1) * interval + (interval > 1))  # what comes at a boundary sees them still
+    return Footprint(tuple(layers), min(leaves))
+
+
+def in_units(n_bytes: float) -> str:
+    """Bytes in KiB, MiB or GiB, with three figures or so."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.3g} {unit}" if unit == "bytes" or n_bytes < 100 else f"{n_bytes:.0f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} GiB"

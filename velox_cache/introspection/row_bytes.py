@@ -1,0 +1,29 @@
+"""What one token takes in each layer's cache, seen in one call that computes nothing."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from velox_cache.introspection.cache_kinds import is_plain, parts
+from velox_cache.introspection.plan import plain_caches
+
+
+def row_bytes(model: nn.Module) -> tuple[int | None, ...]:
+    """Bytes of one token's keys and values of one sequence, for each entry of the model's prompt cache.
+
+    0 for layers without a plain full-attention cache; None where it cannot be told. The model is called on one token
+    and its result dropped: MLX evaluates nothing, so that weights which are not loaded yet stay so.
+    """
+    caches = plain_caches(model)
+    try:
+        model(mx.array([[0]]), cache=caches)
+    except Exception:  # whatever it is, the caller's own first call says it better
+        return (None,) * len(caches)
+    return tuple(sum(_bytes(part) for part in parts(cache) if is_plain(part)) for cache in caches)
+
+
+def _bytes(cache: Any) -> int:
+    if cache.keys is None:  # a layer that reads another layer's rows
+        return 0
+    return sum(array.nbytes // array.shape[2] for array in (cache.keys, cache.values))

@@ -1,0 +1,3 @@
+"""The method that `install` and the command line take where none is named: what docs/evaluation.md recommends."""
+
+RECOMMENDED_METHOD = "fusion"
