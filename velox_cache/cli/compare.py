@@ -38,11 +38,12 @@ SMOKE = {
     "tasks": "needle,key_value",
     "traces": 0,
     "ceilings": "oracle",
+    "calibration_tokens": 1024,
 }
 EXAMPLES = """examples:
   velox compare smollm2-135m --half choice --methods fusion,qfilters --contexts 2 --length 1024 --shares 1/4
-  velox compare smollm2-135m --half report --length 4096
-  velox compare MODEL --calibration calibration.npz --methods qfilters:recent=1/2,qfilters --traces 0
+  velox compare smollm2-135m --contexts 8 --length 4096 --shares 1/2,1/4,1/8,1/16 --traces 2 --query-aware
+  velox compare MODEL --calibration calibration.npz --methods qfilters:recent=1/2,qfilters --kinds novel.txt
   velox compare smollm2-135m --smoke
 
 A method is named as in `velox methods`, with settings after colons, such as qfilters:recent=1/4 (a share of the
@@ -51,29 +52,27 @@ budget); `calibrated=false` leaves the calibration out."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `velox compare`."""
-    from velox_cache.evaluation.measurements import Workload
-
-    work = Workload()
     add_model_argument(parser)
     parser.add_argument("--half", choices=("choice", "report"), default="report", help="of texts (default: report)")
     parser.add_argument("--methods", default=DEFAULT_METHODS, metavar="M,M", help=f"(default: {DEFAULT_METHODS})")
     parser.add_argument("--ceilings", default="oracle,repeat", metavar="C,C", help="beside them; or none")
-    parser.add_argument(
-        "--shares", default="1/2,1/4,1/8,1/16", metavar="S,S", help="of the rows (default: down to 1/16)"
-    )
+    parser.add_argument("--shares", default="1/4,1/8", metavar="S,S", help="of the rows (default: 1/4,1/8)")
+    parser.add_argument("--budgets", metavar="N,N", help="rows kept, in place of --shares")
     parser.add_argument(
         "--recent",
         default="1/4",
         metavar="S",
         help="latest rows in every arm that has such: a share of the budget",
     )
-    parser.add_argument("--kinds", default="all", metavar="K,K", help="of text: prose, technical, code, dialogue")
-    parser.add_argument("--contexts", type=int, default=work.n_contexts, metavar="N", help="of each kind (default: 8)")
-    parser.add_argument("--length", type=int, default=work.length, metavar="N", help="tokens of each (default: 4096)")
+    parser.add_argument(
+        "--kinds", default="all", metavar="K,K", help="of text: prose, technical, code, dialogue, or UTF-8 files"
+    )
+    parser.add_argument("--contexts", type=int, default=2, metavar="N", help="of each kind (default: 2)")
+    parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of each (default: 2048)")
     parser.add_argument("--tasks", default="all", metavar="T,T", help="what is asked; all, or none (default: all)")
     parser.add_argument("--continuation", type=int, default=64, metavar="N", help="tokens then predicted (default: 64)")
     parser.add_argument("--query-aware", action="store_true", help="ask also with the question seen first")
-    parser.add_argument("--traces", type=int, default=work.n_traces, metavar="N", help="of each kind (default: 2)")
+    parser.add_argument("--traces", type=int, default=0, metavar="N", help="of each kind (default: 0)")
     parser.add_argument("--trace-length", type=int, default=2000, metavar="N", help="tokens of each (default: 2000)")
     parser.add_argument(
         "--against", default="streaming_llm", metavar="M", help="KL is relative to its (default: %(default)s)"
@@ -102,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.smoke:
         vars(arguments).update(SMOKE)
+    if arguments.budgets:
+        arguments.shares = ",".join(f"{budget}/{arguments.length}" for budget in _listed(arguments.budgets))
     work = measurements.Workload(
         half=arguments.half,
         kinds=tuple(KINDS) if arguments.kinds == "all" else _listed(arguments.kinds),

@@ -23,13 +23,13 @@ class Workload:
 
     half: str = "report"  # of texts and seeds
     kinds: Sequence[str] = tuple(KINDS)
-    n_contexts: int = 8  # of each kind
-    length: int = 4096  # of a context
+    n_contexts: int = 2  # of each kind
+    length: int = 2048  # of a context
     n_continuation: int = 64  # of the natural text, predicted after it
     tasks: Sequence[str] = tuple(TASKS)
     block: int = 256  # of the prefill
     aware: bool = False  # ask also with the question in sight of the last eviction
-    n_traces: int = 2  # of each kind of trace
+    n_traces: int = 0  # of each kind of trace
     trace_length: int = 2000
     n_free: int = 200  # generated freely after a trace
 

@@ -11,6 +11,7 @@ from pydoc_data.topics import topics
 from types import MappingProxyType
 
 from velox_cache.calibration.texts import CALIBRATION
+from velox_cache.file_checks import file_text
 
 HALVES = ("choice", "report")
 
@@ -23,10 +24,17 @@ threading trace traceback turtle typing unittest.mock uuid warnings weakref xml.
 
 
 def kind_text(kind: str, half: str) -> str:
-    """The text of a kind in a half. The two halves share no passage. Raises ValueError for an unknown kind or half."""
+    """The text of a kind in a half, or that half of the UTF-8 file at this path. The halves share no passage.
+
+    Raises ValueError for an unknown kind or half, or a file that cannot be read.
+    """
+    if kind not in KINDS and half in HALVES and Path(kind).exists():
+        text = file_text(kind)
+        middle = len(text) // 2
+        return text[:middle] if half == HALVES[0] else text[middle:]
     if kind not in KINDS or half not in HALVES:
         raise ValueError(
-            f"there is no text {kind!r} in a half {half!r}: the kinds are {', '.join(KINDS)}, the halves "
+            f"there is no text {kind!r} in a half {half!r}: give a file, or one of {', '.join(KINDS)}; the halves are "
             f"{' and '.join(HALVES)}"
         )
     return KINDS[kind](HALVES.index(half))

@@ -89,6 +89,11 @@ def test_the_halves_share_no_passage(kind):
     assert sum(window in other for window in windows) <= 1  # modules quote each other's idioms, once in a while
 
 
+def test_a_file_has_two_halves(tmp_path):
+    (tmp_path / "own.txt").write_text("one two")
+    assert [kind_text(str(tmp_path / "own.txt"), half) for half in HALVES] == ["one", " two"]
+
+
 def a_context(half="choice", number=0, kind="prose", length=500):
     return make_context(Letters(), kind, half, number, length=length, n_continuation=20, tasks=("needle",))
 
@@ -119,7 +124,7 @@ def test_contexts_of_another_number_or_half_are_others():
     [
         ({"length": 20}, "no room"),
         ({"number": 10**4}, "no context"),
-        ({"half": "both"}, "the halves choice and report"),
+        ({"half": "both"}, "the halves are choice and report"),
         ({"kind": "poetry"}, "there is no text"),
     ],
 )

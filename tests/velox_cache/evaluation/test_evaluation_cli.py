@@ -76,6 +76,14 @@ def test_compare_takes_a_fusion_with_its_terms_and_its_combination(place):
     ]
 
 
+def test_budgets_may_be_rows_and_a_text_a_file(place):
+    (place / "own.txt").write_text("a b c. " * 400)
+    out = compare(place, "--budgets", "64,32", "--kinds", str(place / "own.txt"), "--no-figures")
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert {row["budget"] for row in rows} == {None, 64, 32}
+    assert {row["subject"] for row in rows} == {str(place / "own.txt")}
+
+
 def test_compare_again_gives_the_same_files_and_measures_nothing(place):
     out = compare(place, "--no-figures")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
