@@ -143,7 +143,7 @@ ROOMS = {
     "harness": {"known_methods", "file_checks", "caches", "introspection", "calibration", "installation"},
     "learning": {"file_checks", "calibration", "harness"},
     "evaluation": {"known_methods", "distributed", "caches", "introspection", "calibration", "installation", "harness"}
-    | {"serving"},
+    | {"file_checks", "serving"},
     "bench": {
         "recommended",
         "doctor",

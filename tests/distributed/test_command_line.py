@@ -53,23 +53,12 @@ def test_ranks_calibrate_together_and_one_of_them_says_so(folder, tmp_path):
 
 
 def test_ranks_compare_together_and_report_what_one_process_reports(folder, tmp_path):
-    text, filters = tmp_path / "text.txt", tmp_path / "calibration.npz"
-    text.write_text("All work and no play makes a dull text. " * 20)
-    save_calibration(some_filters(), filters)
-    options = [
-        "--methods",
-        "qfilters,l2norm",
-        "--budgets",
-        16,
-        "--tasks",
-        "none",
-        "--texts",
-        text,
-        "--calibration",
-        filters,
-    ]
-    sizes = ["--context", 48, "--scored", 8, "--passages", 3, "--no-heads", "--no-figures", "--out"]
-    words = ["-m", "velox_cache", "compare", folder, *options, *sizes]
+    calibration = tmp_path / "calibration.npz"
+    save_calibration(some_filters(), calibration)
+    options = ["--methods", "qfilters,l2norm", "--shares", "1/4", "--calibration", calibration, "--tasks", "none"]
+    sizes = ["--length", 48, "--continuation", 8, "--kinds", "prose,code,dialogue", "--contexts", 1, "--traces", 0]
+    places = ["--no-figures", "--rows", tmp_path / "rows", "--ceilings", "none", "--out"]
+    words = ["-m", "velox_cache", "compare", folder, *options, *sizes, *places]
     alone, together = run([*words, tmp_path / "alone"]), launched(2, *words, tmp_path / "together")
     assert (alone.status, together.status) == (0, 0), alone.err + together.err
     assert together.out == alone.out.replace("alone", "together")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DOWNSTREAM = Path(__file__).parent / "downstream"
 PACKAGES = ("velox_fn", "velox_cache", "metal_src")
-SHIPPED = {".py", ".pyi", ".metal", ".typed"}
+SHIPPED = {".py", ".pyi", ".metal", ".xz", ".typed"}
 BUILT = {"__pycache__", "build", "dist", ".venv", ".venv-peers", ".git", "*.egg-info", ".*_cache", ".hypothesis"}
 
 

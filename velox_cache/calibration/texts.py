@@ -6,14 +6,14 @@ The wording changes a little from one version of Python to the next, and with it
 from pydoc_data.topics import topics
 
 SOURCE = "the Python reference in pydoc_data.topics"
-_CALIBRATION = ("calls", "assignment", "try", "class", "numbers", "strings", "with", "attribute-access")
+CALIBRATION = ("calls", "assignment", "try", "class", "numbers", "strings", "with", "attribute-access")
 _HELD_OUT = ("execmodel", "import")
 _FILLER = ("debugger", "slicings", "formatstrings")
 
 
 def calibration_texts() -> list[str]:
     """Texts to calibrate on, about 13,000 tokens."""
-    return [topics[name] for name in _CALIBRATION]
+    return [topics[name] for name in CALIBRATION]
 
 
 def held_out_text() -> str:

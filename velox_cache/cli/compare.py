@@ -1,12 +1,16 @@
-"""Compare eviction methods on a model of your own: perplexity, fidelity, tasks, attention, and what each keeps.
+"""Compare eviction methods on a model: contexts first, questions later, at shares of the context's rows.
 
-The full cache runs first. On tasks that it cannot do itself, the methods do not run. Each number is stored in the
-output folder as soon as it is measured. So an interrupted run goes on where it stopped, and a later one with more
-methods, budgets, texts or tasks measures only what is new. The folder also gets results.json, results.csv, results.md
-and figures. Under mlx.launch the ranks, each with the whole model, share the measurements out.
+Each context is read once, by the model with its full cache; each arm then evicts from its rows, and what continues the
+context or asks about it comes after that. Texts and seeds come in two halves: `choice`, which choices may look at, and
+`report`, for the table that is shown; a folder holds results of one of them.
+
+Results land in the output folder cell by cell (cells.jsonl). An interrupted run goes on where it stopped, and a later
+one with more methods, shares, kinds or contexts measures only what is new. Beside the cells, the folder gets
+results.json, results.md and figures. Under mlx.launch the ranks, each with the whole model, share the measurements out.
 """
 
 import argparse
+import dataclasses
 import shlex
 import sys
 from pathlib import Path
@@ -17,125 +21,180 @@ from velox_cache.cli.model_argument import add_model_argument, load_model, model
 from velox_cache.distributed.launcher import launched_rank
 
 if TYPE_CHECKING:
-    from velox_cache.harness.arms import Arm
+    from velox_cache.calibration.artifact import Calibration
+    from velox_cache.evaluation.compare import Contender
 
-DEFAULT_METHODS = "fusion,qfilters,qfilters:calibrated=false,streaming_llm,l2norm,keydiff,h2o,snapkv,random"
+DEFAULT_METHODS = (
+    "fusion,qfilters,curdkv,expected_attention,keydiff,l2norm,h2o,snapkv,tova,streaming_llm,qfilters:calibrated=false,"
+    "random"
+)
+SMOKE = {
+    "methods": "fusion,qfilters,streaming_llm",
+    "shares": "1/4",
+    "kinds": "prose",
+    "contexts": 1,
+    "length": 1024,
+    "continuation": 16,
+    "tasks": "needle,key_value",
+    "traces": 0,
+    "ceilings": "oracle",
+    "calibration_tokens": 1024,
+}
 EXAMPLES = """examples:
-  velox compare smollm2-135m --methods fusion,qfilters,streaming_llm --budgets 128,256
-  velox compare MODEL --calibration calibration.npz --methods qfilters:recent=0,qfilters --budgets 512 --texts novel.txt
-  velox compare MODEL --tasks none --texts documentation,licence
-  velox compare MODEL --texts none --tasks needle,two_hop --seeds 20
+  velox compare smollm2-135m --half choice --methods fusion,qfilters --contexts 2 --length 1024 --shares 1/4
+  velox compare smollm2-135m --contexts 8 --length 4096 --shares 1/2,1/4,1/8,1/16 --traces 2 --query-aware
+  velox compare MODEL --calibration calibration.npz --methods qfilters:recent=1/2,qfilters --kinds novel.txt
+  velox compare smollm2-135m --smoke
 
 A method is named as in `velox methods`, with settings after colons, such as qfilters:recent=1/4 (a share of the
-budget); `calibrated=false` leaves the calibration out. Texts are documentation, licence, code, or UTF-8 files."""
+budget); `calibrated=false` leaves the calibration out."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `velox compare`."""
     add_model_argument(parser)
+    parser.add_argument("--half", choices=("choice", "report"), default="report", help="of texts (default: report)")
     parser.add_argument("--methods", default=DEFAULT_METHODS, metavar="M,M", help=f"(default: {DEFAULT_METHODS})")
-    parser.add_argument("--budgets", default="128,256,512", metavar="N,N", help="rows kept (default: 128,256,512)")
-    parser.add_argument("--texts", default="documentation,licence,code", metavar="T,T", help="what to read; or none")
-    parser.add_argument("--tasks", default="all", metavar="T,T", help="tasks to run; all, or none (default: all)")
-    parser.add_argument("--context", type=int, default=1536, metavar="N", help="tokens read first (default: 1536)")
-    parser.add_argument("--scored", type=int, default=96, metavar="N", help="tokens then predicted (default: 96)")
-    parser.add_argument("--passages", type=int, default=2, metavar="N", help="passages of each text (default: 2)")
-    parser.add_argument("--filler", type=int, default=1024, metavar="N", help="tokens of a task's text (default: 1024)")
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="prompts of each task (default: 5)")
-    parser.add_argument("--reply", type=int, default=20, metavar="N", help="most tokens of a reply (default: 20)")
+    parser.add_argument("--ceilings", default="oracle,repeat", metavar="C,C", help="beside them; or none")
+    parser.add_argument("--shares", default="1/4,1/8", metavar="S,S", help="of the rows (default: 1/4,1/8)")
+    parser.add_argument("--budgets", metavar="N,N", help="rows kept, in place of --shares")
     parser.add_argument(
-        "--all-tasks",
-        action="store_true",
-        help="run all methods on tasks that the full cache cannot do, too, without trying it first",
+        "--recent",
+        default="1/4",
+        metavar="S",
+        help="latest rows in every arm that has such: a share of the budget",
     )
     parser.add_argument(
-        "--against",
-        default="qfilters:calibrated=false",
-        metavar="M",
-        help="the method that the tables set the others beside, where it is among them (default: %(default)s)",
+        "--kinds", default="all", metavar="K,K", help="of text: prose, technical, code, dialogue, or UTF-8 files"
     )
-    parser.add_argument("--no-heads", action="store_true", help="leave attention, anisotropy and kept positions out")
+    parser.add_argument("--contexts", type=int, default=2, metavar="N", help="of each kind (default: 2)")
+    parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of each (default: 2048)")
+    parser.add_argument("--tasks", default="all", metavar="T,T", help="what is asked; all, or none (default: all)")
+    parser.add_argument("--continuation", type=int, default=64, metavar="N", help="tokens then predicted (default: 64)")
+    parser.add_argument("--query-aware", action="store_true", help="ask also with the question seen first")
+    parser.add_argument("--traces", type=int, default=0, metavar="N", help="of each kind (default: 0)")
+    parser.add_argument("--trace-length", type=int, default=2000, metavar="N", help="tokens of each (default: 2000)")
+    parser.add_argument(
+        "--against", default="streaming_llm", metavar="M", help="KL is relative to its (default: %(default)s)"
+    )
     add_calibration_argument(parser, "calibration of MODEL (default: calibrate now)")
     parser.add_argument("--calibration-tokens", type=int, default=3072, metavar="N", help="for that (default: 3072)")
-    parser.add_argument("--out", metavar="FOLDER", help="where results go (default: compare-MODEL)")
+    parser.add_argument("--rows", metavar="FOLDER", help="where contexts' rows are kept (default: the user's cache)")
+    parser.add_argument("--out", metavar="FOLDER", help="where results go (default: compare-MODEL-HALF)")
     parser.add_argument("--no-figures", action="store_true", help="write no PNG files")
+    parser.add_argument("--smoke", action="store_true", help="a small form of everything, in less than a minute")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate, measure, write, print."""
-    from rich.console import Console
-
-    from velox_cache.cli.progress import progress_bar
     from velox_cache.distributed.collectives import world
     from velox_cache.evaluation import measurements, report
     from velox_cache.evaluation.cells import Cells
-    from velox_cache.evaluation.compare import Contender, Row, compare
+    from velox_cache.evaluation.compare import compare
+    from velox_cache.evaluation.context_runs import model_digest
     from velox_cache.evaluation.markdown import to_markdown
-    from velox_cache.evaluation.tasks import TASKS
-    from velox_cache.harness.arms import FULL, cache_maker
+    from velox_cache.evaluation.questions import TASKS
+    from velox_cache.evaluation.text_kinds import KINDS
+    from velox_cache.harness.arms import FULL
+    from velox_cache.models.fetch import default_cache_dir
+    from velox_cache.progress import told_progress
 
-    budgets = [_count("--budgets", budget) for budget in _listed(arguments.budgets)]
-    arms = _arms(_listed(arguments.methods), budgets)
+    if arguments.smoke:
+        vars(arguments).update(SMOKE)
+    if arguments.budgets:
+        arguments.shares = ",".join(f"{budget}/{arguments.length}" for budget in _listed(arguments.budgets))
     work = measurements.Workload(
-        texts=_listed(arguments.texts),
-        n_context=arguments.context,
-        n_scored=arguments.scored,
-        n_passages=arguments.passages,
+        half=arguments.half,
+        kinds=tuple(KINDS) if arguments.kinds == "all" else _listed(arguments.kinds),
+        n_contexts=arguments.contexts,
+        length=arguments.length,
+        n_continuation=arguments.continuation,
         tasks=tuple(TASKS) if arguments.tasks == "all" else _listed(arguments.tasks),
-        n_filler=arguments.filler,
-        n_seeds=arguments.seeds,
-        n_reply=arguments.reply,
+        aware=arguments.query_aware,
+        n_traces=arguments.traces,
+        trace_length=arguments.trace_length,
     )
-    model, tokenizer = load_model(arguments.model)
     name = model_id(arguments.model)
-    folder = Path(arguments.out or f"compare-{name.replace('/', '--')}")
+    folder = Path(arguments.out or f"compare-{name.replace('/', '--')}-{work.half}")
     folder.mkdir(parents=True, exist_ok=True)
+    _claim(folder, work.half)
+    model, tokenizer = load_model(arguments.model)
     group = world()
-    calibration, digest = _calibration(arguments, model, tokenizer, name, folder, group)
-    contenders = [Contender(arm, cache_maker(model, arm, calibration)) for arm in (FULL, *arms)]
-    wanted = measurements.reading(model, tokenizer, work)
-    if work.texts and not arguments.no_heads:
-        wanted = measurements.heads(model, tokenizer, calibration, work, min(budgets)) + wanted
-    cells = Cells(folder / "cells", {"model": name, "filters": digest, "version": report.environment()["versions"]})
-    asked = measurements.tasks(model, tokenizer, work)
-    with progress_bar() as bar:
-        task = bar.add_task("", total=sum(one.n_tokens for one in wanted) + 2 * sum(one.n_tokens for one in asked))
-
-        def advance(what: str, n_tokens: int) -> None:
-            bar.update(task, description=what, advance=n_tokens)
-
-        left_out: list[Row] = []
-        if not arguments.all_tasks:
-            ceilings = compare(asked, contenders[:1], cells, advance, group)
-            can = report.task_verdicts(ceilings, FULL.label)
-            left_out = [one for one in ceilings if not can[one.subject]]
-            asked = [one for one in asked if can[one.subject]]
-        rows = compare(wanted + asked, contenders, cells, advance, group) + left_out
+    calibration, filters = _calibration(arguments, model, tokenizer, name, folder, group)
+    weights = model_digest(model)
+    rows_folder = Path(arguments.rows or default_cache_dir().parent / "contexts") / weights
+    wanted = measurements.contexts(model, tokenizer, work, rows_folder)
+    traces = measurements.traces(model, tokenizer, work)
+    identity = {"model": name, "weights": weights, "filters": filters, "version": report.environment()["versions"]}
+    cells = Cells(folder / "cells.jsonl", identity)
+    contenders = _contenders(arguments, model, calibration, work.length, ceilings=True)
+    tracing = _contenders(arguments, model, calibration, work.trace_length, ceilings=False) if traces else []
+    with told_progress(sum(one.n_tokens for one in wanted + traces)) as advance:
+        rows = compare(wanted, contenders, cells, advance, group)
+        if traces:
+            rows += compare(traces, tracing, cells, advance, group)
     if launched_rank():
         return 0
     about = {
         "model": name,
-        "filters": {"tokens": calibration.n_tokens, "dataset": calibration.dataset, "digest": digest},
+        "filters": {"tokens": calibration.n_tokens, "dataset": calibration.dataset, "digest": filters},
         "command": shlex.join(["velox", *sys.argv[1:]]),
-        "workload": vars(work),
-        "arms": [{"arm": one.arm.label, "settings": one.settings} for one in contenders],
+        "workload": dataclasses.asdict(work),
+        "arms": [{"arm": one.arm.label, "share": one.share, "settings": one.settings} for one in contenders],
         "environment": report.environment(),
     }
-    named = arguments.against if any(arm.label == arguments.against for arm in arms) else None
-    tables = to_markdown(rows, FULL.label, named)
-    for file, text in {
-        "results.json": report.to_json(rows, about),
-        "results.csv": report.to_csv(rows),
-        "results.md": tables,
-    }.items():
-        (folder / file).write_text(text)
+    against = arguments.against if any(one.arm.label == arguments.against for one in contenders) else None
+    tables = to_markdown(rows, FULL.label, against)
+    (folder / "results.json").write_text(report.to_json(rows, about))
+    (folder / "results.md").write_text(tables)
     if not arguments.no_figures:
         from velox_cache.evaluation.figures import save_figures
 
-        save_figures(rows, FULL.label, folder, name)
-    Console(width=None if sys.stdout.isatty() else 200).print(tables, markup=False, highlight=False, soft_wrap=True)
-    print(f"{folder}: results.json, results.csv, results.md{'' if arguments.no_figures else ' and figures'}")
+        save_figures(rows, FULL.label, folder, f"{name}, {work.length} tokens, {work.half} half")
+    print(tables)
+    print(f"{folder}: results.json, results.md{'' if arguments.no_figures else ' and figures'}; rows in {rows_folder}")
     return 0
+
+
+def _claim(folder: Path, half: str) -> None:
+    """ValueError when the folder holds results of the other half."""
+    marker = folder / "half.txt"
+    held = marker.read_text().strip() if marker.exists() else half
+    if held != half:
+        raise ValueError(
+            f"{folder} holds results of the half {held!r}; --half {half} would mix what choices were made on with what "
+            "reports them. Give another --out"
+        )
+    marker.write_text(f"{half}\n")
+
+
+def _contenders(
+    arguments: argparse.Namespace, model: Any, calibration: "Calibration", length: int, *, ceilings: bool
+) -> "list[Contender]":
+    """The full cache, each method and each ceiling at each share of `length` rows, with equal windows."""
+    from velox_cache.evaluation.ceilings import CEILINGS
+    from velox_cache.evaluation.compare import Contender
+    from velox_cache.harness.arms import FULL, Arm, cache_maker, parse_arm
+
+    found = [Contender(FULL, cache_maker(model, FULL))]
+    for share in _listed(arguments.shares):
+        budget = _part(share, length, "--shares")
+        recent = _part(arguments.recent, budget, "--recent")
+        for method in _listed(arguments.methods):
+            arm = parse_arm(method, budget, recent)
+            found.append(Contender(arm, cache_maker(model, arm, calibration), share))
+        for name in _listed(arguments.ceilings) if ceilings else ():
+            if name not in CEILINGS:
+                raise ValueError(f"there is no ceiling {name!r}; the ceilings are {', '.join(CEILINGS)}")
+            found.append(Contender(Arm(name, name, {"budget": budget, "recent": recent}), list, share))
+    return found
+
+
+def _part(share: str, whole: int, option: str) -> int:
+    above, slash, below = share.partition("/")
+    if not slash or not above.isdigit() or not below.isdigit() or not 0 <= int(above) <= int(below) or int(below) == 0:
+        raise ValueError(f"{option} takes shares such as 1/4, got {share!r}")
+    return whole * int(above) // int(below)
 
 
 def _calibration(
@@ -173,17 +232,5 @@ def _calibration(
     return calibration, digest.hexdigest()[:16]
 
 
-def _arms(methods: tuple[str, ...], budgets: list[int]) -> "list[Arm]":
-    from velox_cache.harness.arms import parse_arm
-
-    return [parse_arm(method, budget) for method in methods for budget in budgets]
-
-
 def _listed(text: str) -> tuple[str, ...]:
     return () if text == "none" else tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _count(option: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{option} takes whole numbers such as 128,256, got {text!r}")
-    return int(text)

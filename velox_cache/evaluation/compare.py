@@ -24,6 +24,7 @@ class Contender:
 
     arm: Arm
     make: MakeCache
+    share: str = ""  # of the context that its budget is, such as 1/4
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -38,12 +39,11 @@ class Measurement:
     """Something to measure of each of several caches, in one go."""
 
     measure: str
-    subject: str  # the text or task
-    seed: int  # the passage's or the prompt's number
+    subject: str  # the kind of text
+    seed: int  # the context's number
     sizes: Mapping[str, Any]  # all that the numbers depend on beside model and arm
     n_tokens: int  # about how many `run` advances by
     run: Callable[[Sequence[Contender], Advance], list[dict[str, Any]]]  # one result for each contender
-    concerns: Callable[[Arm], bool] = lambda arm: True  # which arms
     compares: bool = False  # with the full cache, which must come first
 
 
@@ -55,6 +55,7 @@ class Row:
     subject: str
     seed: int
     arm: str
+    share: str  # of the context that it may keep; empty for the full cache
     budget: int | None
     values: Values
 
@@ -81,7 +82,7 @@ def compare(
     if len(set(names)) < len(names):
         raise ValueError(f"each arm must differ from the others in name or budget, got {names}")
     if group is not None:
-        keys = {one: [_key(one, other) for other in contenders if one.concerns(other.arm)] for one in measurements}
+        keys = {one: [_key(one, other) for other in contenders] for one in measurements}
         named = {json.dumps(keys[one], sort_keys=True): one for one in measurements}
         with failing_together(group):
             done = {name: all(cells.get(key) is not None for key in keys[one]) for name, one in named.items()}
@@ -107,10 +108,9 @@ def _measured(one: Measurement, contenders: Sequence[Contender], cells: Cells, a
 
 
 def _rows(one: Measurement, contenders: Sequence[Contender], cells: Cells, advance: Advance) -> list[Row]:
-    concerned = [contender for contender in contenders if one.concerns(contender.arm)]
-    keys = {contender: _key(one, contender) for contender in concerned}
+    keys = {contender: _key(one, contender) for contender in contenders}
     found = {contender: cells.get(key) for contender, key in keys.items()}
-    missing = [contender for contender in concerned if found[contender] is None]
+    missing = [contender for contender in contenders if found[contender] is None]
     # The full cache runs again next to arms that were added later.
     together = [contenders[0], *missing] if missing and one.compares and contenders[0] not in missing else missing
     if together:
@@ -119,8 +119,16 @@ def _rows(one: Measurement, contenders: Sequence[Contender], cells: Cells, advan
                 found[contender] = values
                 cells.put(keys[contender], values)
     return [
-        Row(one.measure, one.subject, one.seed, contender.arm.label, contender.arm.budget, found[contender] or {})
-        for contender in concerned
+        Row(
+            one.measure,
+            one.subject,
+            one.seed,
+            contender.arm.label,
+            contender.share,
+            contender.arm.budget,
+            found[contender] or {},
+        )
+        for contender in contenders
     ]
 
 

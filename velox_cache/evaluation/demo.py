@@ -9,8 +9,8 @@ from rich.table import Table
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.texts import filler_text, held_out_text
+from velox_cache.evaluation.prompt import TaskPrompt, inserted, make_prompt
 from velox_cache.evaluation.task_runs import TaskReply, run_task
-from velox_cache.evaluation.tasks.task import TaskPrompt, inserted, make_prompt
 from velox_cache.harness.arm_readings import ArmReading, read_arms
 from velox_cache.harness.arms import FULL, Arm, cache_maker
 
@@ -86,7 +86,7 @@ def demo_prompt(tokenizer: TokenizerWrapper, workload: Workload) -> TaskPrompt:
     """The long prompt."""
     filler = tokenizer.decode(list(tokenizer.encode(filler_text()))[: workload.n_filler])
     text = f"{inserted(filler, [FACT], [0.1])}\n\n{QUESTION}"
-    return TaskPrompt(text, reply_start="", answers=(ANSWER,), evidence=(FACT,), floor=0.0)
+    return TaskPrompt(text, reply_start="", answers=(ANSWER,), evidence=(FACT,))
 
 
 def comparison_work(tokenizer: TokenizerWrapper, workload: Workload) -> int:

@@ -1,6 +1,5 @@
-"""Tasks under many caches: the same prompts, the same budgets, the full cache first."""
+"""One prompt under many caches: the replies, and that all hold as many rows."""
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +10,13 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from velox_cache.caches.evicting import EvictingKVCache
-from velox_cache.evaluation.tasks.task import Task, TaskPrompt, make_prompt, score_reply
+from velox_cache.evaluation.prompt import TaskPrompt, make_prompt, score_reply
 from velox_cache.harness.arms import Arm, MakeCache
 from velox_cache.harness.memory import CacheUsage, cache_usage
 from velox_cache.harness.shared_prefill import shared_prefill
 from velox_cache.harness.side_by_side import side_by_side
 from velox_cache.introspection.query_tap import flat_caches
 from velox_fn.engine.eviction import kept_positions
-
-DISCRIMINATIVE_MARGIN = 0.3
-"""How far above the guessing score the full cache must be for a task to compare caches."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +28,6 @@ class TaskReply:
     evidence_kept: float  # share of the evidence's rows kept after the prompt, over bounded layers and heads
     prompt_tokens: int
     usage: CacheUsage  # after the prompt
-
-
-def seeded_prompt(tokenizer: TokenizerWrapper, task: Task, filler: str, *, n_filler: int, seed: int) -> TaskPrompt:
-    """The prompt of a task for a seed: about `n_filler` tokens of filler, from a place that the seed chooses.
-
-    The place and the task's own choices come from the seed alone. Raises ValueError when the filler is too short.
-    """
-    tokens = list(tokenizer.encode(filler))
-    if not 1 <= n_filler <= len(tokens):
-        raise ValueError(f"the filler holds {len(tokens)} tokens, n_filler={n_filler} are asked for; give more text")
-    rng = random.Random(seed)
-    start = rng.randrange(len(tokens) - n_filler + 1)
-    return task(rng, tokenizer.decode(tokens[start : start + n_filler]))
 
 
 def run_task(
@@ -112,11 +95,6 @@ def evidence_kept(prompt_cache: Sequence[Any], evidence: Sequence[tuple[int, int
             positions = kept_positions(cache.record)
             shares.append((positions[..., None] == wanted).any(axis=-2).mean())
     return float(mx.stack(shares).mean()) if shares else 1.0
-
-
-def is_discriminative(full_scores: Sequence[float], floors: Sequence[float]) -> bool:
-    """Whether the full cache's mean score is far enough above guessing for the task to compare caches."""
-    return float(np.mean(full_scores)) >= float(np.mean(floors)) + DISCRIMINATIVE_MARGIN
 
 
 def _greedy(

@@ -37,21 +37,33 @@ class Arm:
 FULL = Arm("full cache")
 
 
-def parse_arm(text: str, budget: int) -> Arm:
+WINDOWS = ("recent", "grace", "obs_window")
+"""What methods call the latest rows, which always stay."""
+
+
+def parse_arm(text: str, budget: int, recent: int | None = None) -> Arm:
     """The arm that `method:setting=value:...` names, at a budget; `calibrated=false` leaves the calibration out,
     and `searched=false` the weights that a search has added to it.
+
+    recent: the latest rows that always stay, whatever the method calls them, so that arms are compared on the others;
+    None leaves them to `install`. A method without such rows (TOVA) has none; `recent=` in the text comes first.
 
     Values are whole numbers, shares of the budget such as 1/4, true, false or words. Raises ValueError when the method
     is unknown or the text is not of that form.
     """
     method, *parts = text.split(":")
-    method_named(method)
+    known = method_named(method)
     settings: dict[str, Any] = {}
     for part in parts:
         name, equals, value = part.partition("=")
         if not equals or not name:
             raise ValueError(f"an arm is method:setting=value:..., such as qfilters:recent=0, got {text!r}")
         settings[name] = _value(value, budget)
+    window = next((name for name in WINDOWS if name in known.settings), None)
+    if window is not None and "recent" in settings:
+        settings[window] = settings.pop("recent")
+    elif window is not None and recent is not None:
+        settings.setdefault(window, recent)
     calibrated, searched = (bool(settings.pop(name, True)) for name in ("calibrated", "searched"))
     return Arm(text, method, {"budget": budget, **settings}, calibrated, searched)
 

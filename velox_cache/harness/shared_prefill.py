@@ -1,30 +1,36 @@
 """One prefill for many caches.
 
-A block attends to all of itself before any row leaves. So when a prompt goes in as one block, its keys, values and
-queries are the same for every cache. They are computed once, and each cache then takes them in. The result is that of a
-prefill of its own in one block.
+The model reads a text once, with its own caches. Their rows, and the queries that read them, then go into each evicting
+cache, in blocks as mlx_lm's prefill cuts them. A block attends to all of itself before any row leaves, so a text that
+fits one block leaves every cache as a prefill of its own would. After the first block a cache gets the rows of the full
+cache, not those that its own evictions would have led to: the choice of rows is compared, not its echo in later rows.
 """
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.cache_kinds import is_list, with_parts
-from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill, viewed_caches
+from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill, viewed, viewed_caches
+from velox_cache.introspection.query_tap import flat_caches
+
+_ROWS, _QUERIES = "rows.safetensors", "queries.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefill:
-    """A block of tokens as the caches of a model met it."""
+    """A text as the caches of a model met it."""
 
     n_tokens: int
-    calls: tuple[LayerQueries, ...]  # of each plain KV cache, in layer order: queries, and the rows they read
+    calls: tuple[LayerQueries, ...]  # of each plain KV cache, in layer order: all its queries, and the rows they read
     caches: tuple[Any, ...]  # the model's own, filled
 
     def in_dtype(self, dtype: mx.Dtype) -> "SharedPrefill":
@@ -39,54 +45,125 @@ class SharedPrefill:
 
         return replace(self, caches=tuple(with_parts(cache, rounded) for cache in self.caches))
 
-    def into(self, caches: Sequence[Any]) -> list[Any]:
-        """Fill fresh caches of one prompt cache with the block; those of other kinds are copies of the model's own.
+    def into(self, caches: Sequence[Any], *, start: int = 0, stop: int | None = None, block: int = 0) -> list[Any]:
+        """Fill caches of one prompt cache, which hold `start` tokens, up to `stop`, in blocks of `block` (0: one).
 
-        Raises ValueError when a cache is not empty, or it cannot be said which of the block's rows are its own.
+        Those of other kinds are copies of the model's own, with all tokens. Raises ValueError when a cache does not
+        hold `start` tokens, or the rows cannot be told for one.
         """
+        stop = self.n_tokens if stop is None else stop
+        ends = [*range(start + block, stop, block), stop] if block else [stop]
         calls = {call.layer: call for call in reversed(self.calls)}  # the first of layers that share a cache
-        filled = [
-            self._filled(cache, own, calls.get(i))
-            for i, (cache, own) in enumerate(zip(caches, self.caches, strict=True))
-        ]
-        mx.eval([cache.state for cache in filled])
+        filled = list(caches)
+        for begin, end in zip([start, *ends[:-1]], ends, strict=True):
+            filled = [
+                self._filled(cache, own, calls.get(i), begin, end)
+                for i, (cache, own) in enumerate(zip(filled, self.caches, strict=True))
+            ]
+            mx.eval([cache.state for cache in filled])
         return filled
 
-    def _filled(self, cache: Any, own: Any, call: LayerQueries | None) -> Any:
+    def extended(self, model: nn.Module, tokens: Sequence[int]) -> "SharedPrefill":
+        """The same after more tokens, read in one block from a copy of the model's own caches."""
+        caches = self.own_caches()
+        (calls,) = observed_prefill(model, tokens, len(tokens), caches=caches)
+        before = {call.layer: call.queries for call in reversed(self.calls)}
+        own = [replace(call, queries=mx.concatenate([before[call.layer], call.queries], axis=2)) for call in calls]
+        mx.eval([call.queries for call in own], [cache.state for cache in caches])
+        return SharedPrefill(self.n_tokens + len(tokens), tuple(own), _plain_caches(caches))
+
+    def own_caches(self) -> list[Any]:
+        """Copies of the model's own caches that go on by themselves, for `observed_prefill` too."""
+        return [with_parts(copy.deepcopy(cache), viewed) for cache in self.caches]
+
+    def save(self, folder: Path) -> None:
+        """Write everything to a new folder, which appears whole or not at all."""
+        part = folder.with_name(f"{folder.name}.part")
+        part.mkdir(parents=True, exist_ok=True)
+        save_prompt_cache(str(part / _ROWS), list(self.caches))
+        arrays: dict[str, mx.array] = {}
+        about = []
+        for i, call in enumerate(self.calls):
+            about.append({"layer": call.layer, "scale": call.scale})
+            arrays |= {f"{i}.queries": call.queries} | {f"{i}.terms.{name}": term for name, term in call.terms.items()}
+        mx.save_safetensors(str(part / _QUERIES), arrays, {"n_tokens": str(self.n_tokens), "calls": json.dumps(about)})
+        part.rename(folder)
+
+    @classmethod
+    def load(cls, folder: Path) -> "SharedPrefill":
+        """What `save` wrote. Arrays are read when they are used, and not before."""
+        caches = tuple(load_prompt_cache(str(folder / _ROWS)))
+        loaded: Any = mx.load(str(folder / _QUERIES), return_metadata=True)
+        arrays, about = loaded
+        calls = []
+        for i, call in enumerate(json.loads(about["calls"])):
+            own = flat_caches([caches[call["layer"]]])[0]
+            prefix = f"{i}.terms."
+            terms = {name.removeprefix(prefix): term for name, term in arrays.items() if name.startswith(prefix)}
+            calls.append(
+                LayerQueries(call["layer"], arrays[f"{i}.queries"], own.keys, own.values, call["scale"], terms)
+            )
+        return cls(int(about["n_tokens"]), tuple(calls), caches)
+
+    def _filled(self, cache: Any, own: Any, call: LayerQueries | None, start: int, stop: int) -> Any:
         if is_list(cache):
-            return type(cache)(*(self._filled(*pair, call) for pair in zip(cache.caches, own.caches, strict=True)))
+            pairs = zip(cache.caches, own.caches, strict=True)
+            return type(cache)(*(self._filled(*pair, call, start, stop) for pair in pairs))
         if not isinstance(cache, EvictingKVCache):
             return copy.deepcopy(own)
-        if not cache.empty():
-            raise ValueError("a shared prefill fills fresh caches only; make new ones")
+        if cache.tokens_seen != start:
+            raise ValueError(
+                f"a shared prefill goes on where a cache stands: this one has seen {cache.tokens_seen} tokens, not "
+                f"{start}; make new ones"
+            )
         if call is None or call.queries.shape[2] != self.n_tokens:
             raise ValueError("the query tap did not see this layer's attention; prefill each cache by itself")
-        view = cache.update_and_fetch(own.keys[..., : self.n_tokens, :], own.values[..., : self.n_tokens, :])
-        cache.observe_queries(view[0], call.queries, *view, call.scale, **call.terms)
+        part = slice(start, stop)
+        view = cache.update_and_fetch(own.keys[..., part, :], own.values[..., part, :])
+        cache.observe_queries(view[0], call.queries[:, :, part], *view, call.scale, **call.terms)
         return cache
 
 
 def shared_prefill(
-    model: nn.Module, tokens: Sequence[int], *, advance: Callable[[int], object] = lambda n_tokens: None
+    model: nn.Module,
+    tokens: Sequence[int],
+    *,
+    block: int = 0,
+    advance: Callable[[int], object] = lambda n_tokens: None,
 ) -> SharedPrefill:
-    """Run `tokens` through `model` in one block, with the model's own caches.
+    """Run `tokens` through `model` in blocks of `block` (0: one), with the model's own caches.
 
-    Holds the queries, keys and values of all layers. `advance` is called with the tokens done: layer by layer, each
-    counting for its share of them. Raises ValueError when there is no token, or when the model's
-    queries cannot be observed.
+    Holds the queries, keys and values of all layers. `advance` is called with the tokens done: in one block layer by
+    layer, each counting for its share of them. Raises ValueError when there is no token, or when the model's queries
+    cannot be observed, or not cut into blocks.
     """
     if not tokens:
         raise ValueError("there is nothing to prefill: give at least one token")
     caches = viewed_caches(model)
-    calls: list[LayerQueries] = []
-    for block in observed_prefill(model, tokens, len(tokens), caches=caches):
-        calls.extend(block)
-        for done, call in enumerate(block):
+    blocks: list[list[LayerQueries]] = []
+    for calls in observed_prefill(model, tokens, block or len(tokens), caches=caches):
+        n_tokens = min(block or len(tokens), len(tokens) - len(blocks) * block)
+        for done, call in enumerate(calls):
             mx.eval(call.queries, call.keys, call.values)
-            advance((done + 1) * len(tokens) // len(block) - done * len(tokens) // len(block))
-    if not calls:
-        advance(len(tokens))
-    return SharedPrefill(len(tokens), tuple(calls), tuple(with_parts(cache, _plain) for cache in caches))
+            advance((done + 1) * n_tokens // len(calls) - done * n_tokens // len(calls))
+        if not calls:
+            advance(n_tokens)
+        if blocks and any("mask" in call.terms for call in calls):
+            raise ValueError(
+                "this model's attention adds numbers to its logits (latent attention, for one), which this prefill "
+                "cannot keep for several blocks; use block=0"
+            )
+        blocks.append(calls)
+    whole = [
+        replace(parts[-1], queries=mx.concatenate([part.queries for part in parts], axis=2))
+        for parts in zip(*blocks, strict=True)
+    ]
+    mx.eval([call.queries for call in whole])
+    return SharedPrefill(len(tokens), tuple(whole), _plain_caches(caches))
+
+
+def _plain_caches(caches: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(with_parts(cache, _plain) for cache in caches)
 
 
 def _plain(cache: Any) -> Any:

@@ -17,16 +17,17 @@ from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.query_tap import observe_queries
 from velox_fn.engine.quantised import dequantised
 
-Step = Callable[[Sequence[int]], mx.array]
-"""(tokens, one per prompt cache) -> logits float32 [A, V]"""
+Step = Callable[[Sequence[int] | Sequence[Sequence[int]]], mx.array]
+"""(a token for each prompt cache) -> logits float32 [A,V], or (blocks of S tokens) -> [A,S,V]"""
 
 
 class SideBySideCache:
-    """The caches of one layer, one for each sequence of the batch, while tokens go in one by one.
+    """The caches of one layer, one for each sequence of the batch, while tokens go in.
 
-    Sequences may differ in how many keys they show. The shorter ones are padded, and the mask hides the padding. The
-    mask is made from one layer's cache and used for all layers of its kind. So the caches of a sequence must hold the
-    same number of keys in each of these layers.
+    For single tokens sequences may differ in how many keys they show. The shorter ones are padded, and the mask hides
+    the padding. Blocks of several tokens need sequences that show equally many, as those of one group do. The mask is
+    made from one layer's cache and used for all layers of its kind. So the caches of a sequence must hold the same
+    number of keys in each of these layers.
     """
 
     def __init__(self, rows: Sequence[Any]) -> None:
@@ -37,23 +38,26 @@ class SideBySideCache:
         """Tokens seen, int32 [A]."""
         return mx.array([row.offset for row in self._rows], mx.int32)
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        """Bool [A,1,1,n], True for a sequence's own keys; None when all show the same number. One token only.
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """Bool [A,1,1,n], True for a sequence's own keys; what one cache makes when all show equally many.
 
-        Raises ValueError for several tokens, or for a window that is narrower than its cache.
+        Raises ValueError for several tokens over unequal caches, or for a window that is narrower than its cache.
         """
+        shown = [_keys_shown(row) for row in self._rows]
         if N != 1:
-            raise ValueError(f"caches stand side by side for one token at a time, got {N}")
+            if min(shown) < max(shown):
+                raise ValueError(f"a block of {N} tokens needs caches that show equally many keys, got {shown}")
+            mask: mx.array | str | None = self._rows[0].make_mask(N, return_array=return_array, window_size=window_size)
+            return mask
         sizes = [getattr(row, "max_size", window_size) for row in self._rows]
         if window_size is not None and any(size != window_size for size in sizes):
             raise ValueError(f"a window of {window_size} over caches of {sizes} rows cannot be shown side by side")
-        shown = [_keys_shown(row) for row in self._rows]
         if min(shown) == max(shown):
             return None
         return (mx.arange(max(shown)) < mx.array(shown)[:, None])[:, None, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Give each cache its token of keys [A,H,1,D] and values [A,H,1,D_v]; what they show, padded, as one batch."""
+        """Give each cache its keys [A,H,S,D] and values [A,H,S,D_v]; what they show, padded, as one batch."""
         views = [_view(row, keys[i : i + 1], values[i : i + 1]) for i, row in enumerate(self._rows)]
         longest = max(view[0].shape[2] for view in views)
         padded_keys, padded_values = ([_padded(view[part], longest) for view in views] for part in (0, 1))
@@ -74,7 +78,7 @@ class SideBySideCache:
 
 @contextmanager
 def side_by_side(model: nn.Module, prompt_caches: Sequence[Sequence[Any]]) -> Iterator[Step]:
-    """A function that feeds one token to each of `prompt_caches` and returns the logits, float32 [A, V].
+    """A function that feeds a token, or a block of tokens, to each of `prompt_caches` and returns the logits.
 
     Prompt caches that show equally many keys go together in one batch, if all their caches are evicting, plain or
     sliding ones. Otherwise each goes by itself.
@@ -88,10 +92,13 @@ def side_by_side(model: nn.Module, prompt_caches: Sequence[Sequence[Any]]) -> It
         stacks.append([SideBySideCache(layer) if together else layer[0] for layer in layers])
     order = mx.argsort(mx.array([i for group in groups for i in group]))
 
-    def step(tokens: Sequence[int]) -> mx.array:
-        batches = [mx.array([[tokens[i]] for i in group]) for group in groups]
-        logits = [model(batch, cache=stack)[:, -1] for batch, stack in zip(batches, stacks, strict=True)]
+    def step(tokens: Sequence[int] | Sequence[Sequence[int]]) -> mx.array:
+        given = mx.array(list(tokens))
+        blocks = given if given.ndim == 2 else given[:, None]
+        batches = [blocks[mx.array(group)] for group in groups]
+        logits = [model(batch, cache=stack) for batch, stack in zip(batches, stacks, strict=True)]
         found: mx.array = mx.concatenate(logits)[order].astype(mx.float32)
+        found = found if given.ndim == 2 else found[:, -1]
         mx.eval(found)
         return found
 

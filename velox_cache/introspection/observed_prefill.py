@@ -34,7 +34,7 @@ def cache_layout(model: nn.Module) -> tuple[str, ...]:
 
 def viewed_caches(model: nn.Module) -> list[Any]:
     """Empty caches of the model's own kind for `observed_prefill` to fill."""
-    return [with_parts(cache, _viewed) for cache in plain_caches(model)]
+    return [with_parts(cache, viewed) for cache in plain_caches(model)]
 
 
 def observed_prefill(
@@ -99,8 +99,13 @@ def _latent_attention_of(model: nn.Module, caches: Sequence[Any]) -> Mapping[int
     return dict(zip(viewed, attentions, strict=True)) if len(viewed) == len(attentions) else {}
 
 
-def _viewed(cache: Any) -> Any:
-    return _ViewedKVCache() if is_plain(cache) else cache
+def viewed(cache: Any) -> Any:
+    """A plain cache as one that `observed_prefill` fills, with its rows; others as they are."""
+    if not is_plain(cache):
+        return cache
+    same = _ViewedKVCache()
+    same.keys, same.values, same.offset = cache.keys, cache.values, cache.offset
+    return same
 
 
 def _name(cache: Any) -> str:

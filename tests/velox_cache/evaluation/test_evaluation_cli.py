@@ -32,9 +32,10 @@ def compare(place, *options):
     status = main(
         [
             *("--traceback", "compare", str(place / "tiny"), "--calibration", str(place / "calibration.npz")),
-            *("--texts", str(place / "text.txt"), "--context", "60", "--scored", "8", "--filler", "80", "--seeds", "1"),
-            *("--methods", "qfilters,qfilters:calibrated=false:calib_tokens=16,h2o", "--budgets", "24,40"),
-            *("--out", str(out), *options),
+            *("--kinds", "prose,code", "--contexts", "1", "--length", "400", "--continuation", "6"),
+            *("--tasks", "needle", "--traces", "0", "--ceilings", "oracle", "--rows", str(place / "rows")),
+            *("--methods", "qfilters,qfilters:calibrated=false:calib_tokens=16,h2o", "--shares", "1/4,1/8"),
+            *("--half", "choice", "--out", str(out), *options),
         ]
     )
     assert status == 0
@@ -43,24 +44,31 @@ def compare(place, *options):
 
 def test_compare_writes_every_form_of_its_results(place, capsys):
     pytest.importorskip("matplotlib")
-    out = compare(place, "--tasks", "needle", "--all-tasks")
+    out = compare(place, "--query-aware", "--traces", "1", "--trace-length", "90")
     names = {path.name for path in out.iterdir()}
-    assert names == {
-        *("cells", "results.json", "results.csv", "results.md"),
-        *("perplexity.png", "tasks.png", "attention.png", "kept.png"),
-    }
+    assert names == {"cells.jsonl", "half.txt", "results.json", "results.md", "contexts.png", "traces.png"}
     found = json.loads((out / "results.json").read_text())
-    assert found["about"]["workload"]["n_context"] == 60
-    of = [row for row in found["rows"] if row["measure"] == "perplexity"]
-    assert len(of) == 2 * (1 + 3 * 2)
-    assert {row["values"]["rows_kept"] for row in of} == {67, 24, 40}
+    assert found["about"]["workload"]["half"] == "choice"
+    counts = {name: sum(row["measure"] == name for row in found["rows"]) for name in ("context", "aware", "trace")}
+    assert counts == {"context": 2 * (1 + 4 * 2), "aware": 2 * (1 + 4 * 2), "trace": 2 * (1 + 3 * 2)}
+    assert {row["budget"] for row in found["rows"] if row["measure"] == "context"} == {None, 100, 50}
     assert (out / "results.md").read_text() in capsys.readouterr().out
+
+
+def test_windows_are_equal_whatever_a_method_calls_them(place):
+    out = compare(place, "--methods", "qfilters,h2o,snapkv,curdkv,l2norm", "--shares", "1/4", "--no-figures")
+    arms = json.loads((out / "results.json").read_text())["about"]["arms"][1:-1]
+    windows = [
+        next(arm["settings"][name] for name in ("recent", "grace", "obs_window") if name in arm["settings"])
+        for arm in arms
+    ]
+    assert windows == [25] * 5
 
 
 def test_compare_takes_a_fusion_with_its_terms_and_its_combination(place):
     methods = "fusion,fusion:combine=max:terms=projection+key_norm"
-    out = compare(place, "--methods", methods, "--budgets", "24", "--tasks", "none", "--no-heads", "--no-figures")
-    arms = json.loads((out / "results.json").read_text())["about"]["arms"]
+    out = compare(place, "--methods", methods, "--shares", "1/4", "--kinds", "code", "--no-figures")
+    arms = json.loads((out / "results.json").read_text())["about"]["arms"][:-1]
     assert [(arm["settings"].get("terms"), arm["settings"].get("combine")) for arm in arms] == [
         (None, None),
         ("projection+key_difference+value_norm", "sum"),
@@ -68,29 +76,36 @@ def test_compare_takes_a_fusion_with_its_terms_and_its_combination(place):
     ]
 
 
-def test_compare_again_gives_the_same_files(place):
-    out = compare(place, "--tasks", "none", "--no-figures")
-    before = {path.name: path.read_bytes() for path in out.glob("results.*")}
-    assert {
-        path.name: path.read_bytes() for path in compare(place, "--tasks", "none", "--no-figures").glob("results.*")
-    } == before
-
-
-def test_compare_leaves_methods_out_of_tasks_that_the_model_cannot_do(place):
-    out = compare(place, "--tasks", "needle", "--texts", "none", "--no-figures")
+def test_budgets_may_be_rows_and_a_text_a_file(place):
+    (place / "own.txt").write_text("a b c. " * 400)
+    out = compare(place, "--budgets", "64,32", "--kinds", str(place / "own.txt"), "--no-figures")
     rows = json.loads((out / "results.json").read_text())["rows"]
-    assert [row["arm"] for row in rows] == ["full cache"]
-    assert "not discriminative" in (out / "results.md").read_text()
+    assert {row["budget"] for row in rows} == {None, 64, 32}
+    assert {row["subject"] for row in rows} == {str(place / "own.txt")}
+
+
+def test_compare_again_gives_the_same_files_and_measures_nothing(place):
+    out = compare(place, "--no-figures")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    compare(place, "--no-figures")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_the_two_halves_do_not_share_a_folder(place):
+    compare(place, "--no-figures")
+    with pytest.raises(ValueError, match="holds results of the half 'choice'"):
+        compare(place, "--no-figures", "--half", "report")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--methods", "nothing"], "there is no method"),
-        (["--budgets", "many"], "whole numbers"),
+        (["--shares", "many"], "takes shares such as 1/4"),
         (["--tasks", "nothing"], "there is no task"),
-        (["--texts", "nothing"], "there is no text"),
-        (["--context", "500000"], "do not fit"),
+        (["--kinds", "nothing"], "there is no text"),
+        (["--ceilings", "nothing"], "there is no ceiling"),
+        (["--length", "5000000"], "has no context"),
     ],
 )
 def test_compare_refuses_what_it_cannot_do(place, capsys, options, message):

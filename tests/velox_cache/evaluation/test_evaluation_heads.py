@@ -7,12 +7,10 @@ import pytest
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.evaluation.anisotropy import anisotropy, head_anisotropy
 from velox_cache.evaluation.attention import ScorerCorrelation, default_scorers, score_attention
-from velox_cache.evaluation.measurements import kept_map
 from velox_cache.evaluation.prefill import prefill_in_chunks
 from velox_cache.evaluation.synthetic_qfilters import perturbation, planted_heads, synthetic_qfilters
 from velox_cache.harness.arms import FULL, Arm, cache_maker
 from velox_cache.harness.memory import memory_use
-from velox_cache.harness.shared_prefill import shared_prefill
 from velox_fn import h2o, l2norm, qfilters, streaming_llm
 from velox_fn.directions.query_gram import query_gram_init, query_gram_update
 
@@ -105,15 +103,6 @@ def test_memory_counts_what_a_cache_holds(tiny_model):
     assert bounded.held_bytes < full.held_bytes
     assert full.held_bytes >= full.usage.full_bytes
     assert full.peak_bytes >= full.held_bytes
-
-
-def test_the_kept_map_shows_sinks_and_window(tiny_model):
-    model = tiny_model()
-    caches = shared_prefill(model, TOKENS).into(
-        cache_maker(model, Arm("s", "streaming_llm", {"budget": 20, "n_sink": 4}))()
-    )
-    expected = [1.0] * 4 + [0.0] * 60 + [1.0] * 16
-    assert kept_map(caches, 80) == [expected, expected]
 
 
 def test_perturbation_of_a_cache_that_keeps_everything_is_nothing():

@@ -83,7 +83,7 @@ def test_a_used_cache_is_not_filled_again(tiny_model):
     model = tiny_model()
     prefill = shared_prefill(model, PROMPT)
     caches = prefill.into(cache_maker(model, ARMS[2])())
-    with pytest.raises(ValueError, match="fresh"):
+    with pytest.raises(ValueError, match="make new ones"):
         prefill.into(caches)
 
 

@@ -1,8 +1,7 @@
-"""What a task is: a question about a long text, and the words that a right reply holds."""
+"""A prompt with one question about a long text, and the words that a right reply holds."""
 
-import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -16,11 +15,6 @@ class TaskPrompt:
     reply_start: str  # how the reply begins; the model goes on from there
     answers: tuple[str, ...]  # words of a right reply; each counts the same
     evidence: tuple[str, ...]  # passages of `text` without which it cannot be known
-    floor: float  # expected score of a reader who guesses among the candidates that the text names
-
-
-Task = Callable[[random.Random, str], TaskPrompt]
-"""(seeded generator, filler text) -> prompt; as long as the filler, plus what the task adds"""
 
 
 @dataclass(frozen=True)
