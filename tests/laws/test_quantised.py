@@ -19,12 +19,13 @@ WIDTHS = ((8, 8), (8, 4), (None, 2), (3, None))
 
 def wide(array: mx.array) -> mx.array:
     """A calibrated array of the laws' narrow heads, for the heads here."""
-    if array.ndim < 2 or array.shape[-1] != 8:
+    widths = {8: LAYER.head_dim, 6: LAYER.value_dim}
+    if array.ndim < 2 or array.shape[-1] not in widths:
         return array
     rng = np.random.default_rng(5)
     if array.ndim == 3:
         return mx.broadcast_to(mx.eye(LAYER.head_dim), (array.shape[0], LAYER.head_dim, LAYER.head_dim))
-    return mx.array(rng.standard_normal((array.shape[0], LAYER.head_dim)).astype(np.float32))
+    return mx.array(rng.standard_normal((array.shape[0], widths[array.shape[-1]])).astype(np.float32))
 
 
 def wide_case(method: str, label: str, arguments: dict[str, Any]) -> Case:

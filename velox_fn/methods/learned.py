@@ -24,6 +24,7 @@ from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.fused_evict import resolve_metal
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.scorers import head_by_head, metal_projection
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, RowScores, static_eviction
@@ -50,6 +51,7 @@ def learned(
     rollback: int = 0,
     use_metal_kernels: bool | None = None,
     interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction:
     """A fitted score of key, value and age. `install` brings the arrays from a calibration.
 
@@ -67,6 +69,7 @@ def learned(
         rollback: tokens that can be taken back after evictions.
         use_metal_kernels: for the score. True or False; None uses them where they run.
         interval: rows leave only at multiples of it (`at_intervals`).
+        pinned: half-open ranges of positions that always stay (`pinning`).
 
     Returns:
         A static `Eviction`. Without the arrays its `init` raises ValueError.
@@ -109,7 +112,7 @@ def learned(
         value_params=("score_values", "score_value_squares"),
     )
     if not missing:
-        return at_intervals(dataclasses.replace(plain, params=params), interval)
+        return at_intervals(pinning(dataclasses.replace(plain, params=params), pinned), interval)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError(
@@ -117,7 +120,7 @@ def learned(
             "calibrate`, and give what it makes as calibration= to install, or --calibration"
         )
 
-    return dataclasses.replace(at_intervals(plain, interval), init=refuse, params=params)
+    return dataclasses.replace(at_intervals(pinning(plain, pinned), interval), init=refuse, params=params)
 
 
 def _checked_arrays(given: Mapping[str, mx.array]) -> dict[str, mx.array]:
