@@ -4,12 +4,13 @@ A method registered in velox_fn.registry.METHODS is tested by being registered: 
 arguments only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from velox_fn import METHODS, Eviction, RopeSpec
 from velox_fn.registry import BUILT_IN
@@ -118,3 +119,11 @@ CASES = [
 ]
 AS_STORED = [case for case in CASES if not case.arguments.get("renumber")]  # attention sees the rows themselves
 STATIC = [case for case in CASES if case.make().static]
+
+
+def by_proxy_and_queries(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    """Each case with its keys in the place of queries, and with queries where it reads them: (case, proxy)."""
+    given = [(case, proxy) for case in cases for proxy in (True, False) if proxy or case.make().needs_queries]
+    return pytest.mark.parametrize(
+        ("case", "proxy"), given, ids=[f"{case}-{'proxy' if proxy else 'queries'}" for case, proxy in given]
+    )

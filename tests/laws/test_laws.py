@@ -27,7 +27,6 @@ DIRECTIONS = {"filters", "mean_keys", "query_mean"}  # calibrated arrays as wide
 every_method = pytest.mark.parametrize("case", CASES, ids=str)
 every_method_that_shows_rows_as_stored = pytest.mark.parametrize("case", AS_STORED, ids=str)
 every_static_method = pytest.mark.parametrize("case", STATIC, ids=str)
-with_queries_or_proxy = pytest.mark.parametrize("proxy", [True, False], ids=["proxy", "queries"])
 
 
 @every_method

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import ARGUMENTS, Case
+from cases import ARGUMENTS, Case, by_proxy_and_queries
 
 from velox_fn import METHODS, Eviction, arrays, attend, dequantised, kept_bytes, kept_positions, kv, quantised
 from velox_fn.engine import batch
@@ -15,6 +15,7 @@ from velox_fn.testing.trials import begun, bits, cut_out, positions
 
 LAYER = Layer(head_dim=32, value_dim=64)
 WIDTHS = ((8, 8), (8, 4), (None, 2), (3, None))
+FEW_WIDTHS = [pair if pair == (3, None) else pytest.param(*pair, marks=pytest.mark.slow) for pair in WIDTHS]
 
 
 def wide(array: mx.array) -> mx.array:
@@ -63,7 +64,7 @@ def expected(half: mx.array, n_bits: int | None) -> mx.array:
 
 @every_static
 @pytest.mark.parametrize("interval", [1, 8])
-@pytest.mark.parametrize(("key_bits", "value_bits"), WIDTHS)
+@pytest.mark.parametrize(("key_bits", "value_bits"), FEW_WIDTHS)
 def test_static_methods_keep_the_rows_that_they_keep_unquantised(
     case: Case, key_bits: int | None, value_bits: int | None, interval: int
 ) -> None:
@@ -92,9 +93,8 @@ def test_the_kept_set_does_not_depend_on_the_calls(case: Case, calls: list[int])
     assert np.array_equal(positions(fed(case.make(), tokens, [80])), positions(fed(packed(case), tokens, calls)))
 
 
-@every_method
+@by_proxy_and_queries(CASES)
 @pytest.mark.parametrize("interval", [1, 8])
-@pytest.mark.parametrize("proxy", [True, False], ids=["proxy", "queries"])
 def test_a_kept_row_is_the_token_quantised_once(case: Case, interval: int, proxy: bool) -> None:
     if interval > 1 and case.arguments.get("rollback"):
         return
