@@ -14,8 +14,12 @@ PRELOAD := if [ -e "$(MKL)" ]; then export LD_PRELOAD="$(MKL)"; fi;
 demo: $(INSTALLED)
 	@$(PRELOAD) $(BIN)/velox demo
 
+# Tests of one file share what they have set up: files are dealt out whole. One worker: make test WORKERS=0
+WORKERS ?= 2
+FAST := -m "not slow and not real_model" -n $(WORKERS) --dist loadfile
+
 test: $(INSTALLED)
-	@$(PRELOAD) $(BIN)/pytest -m "not slow and not real_model"
+	@$(PRELOAD) $(BIN)/pytest $(FAST)
 
 test-all: $(INSTALLED)
 	@$(PRELOAD) $(BIN)/pytest
@@ -23,7 +27,7 @@ test-all: $(INSTALLED)
 # The fast tests with the lowest versions that pyproject allows of what Velox KV needs to run, in an environment of their own.
 OLDEST := .venv-oldest
 test-oldest: $(OLDEST)/.installed
-	@$(PRELOAD) $(OLDEST)/bin/pytest -m "not slow and not real_model"
+	@$(PRELOAD) $(OLDEST)/bin/pytest $(FAST)
 
 $(OLDEST)/.installed: pyproject.toml tests/packaging/lowest_bounds.py
 	@$(PYTHON) -m venv $(OLDEST)

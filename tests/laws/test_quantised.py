@@ -44,6 +44,10 @@ CASES = [
 ]
 STATIC = [case for case in CASES if case.make().static]
 every_method = pytest.mark.parametrize("case", CASES, ids=str)
+FORMS = {case.method: case for case in reversed(CASES)}  # the first of each method; its other forms store rows alike
+every_method_once = pytest.mark.parametrize(
+    "case", [case if case in FORMS.values() else pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids=str
+)
 every_static = pytest.mark.parametrize("case", STATIC, ids=str)
 
 
@@ -106,7 +110,7 @@ def test_a_kept_row_is_the_token_quantised_once(case: Case, interval: int, proxy
         assert np.array_equal(bits(expected(mx.take_along_axis(given, at, axis=2), n_bits)), bits(kept))
 
 
-@every_method
+@every_method_once
 @pytest.mark.parametrize("interval", [1, 8])
 def test_a_sequence_of_a_ragged_batch_keeps_what_it_keeps_alone(case: Case, interval: int) -> None:
     if interval > 1 and case.arguments.get("rollback"):
@@ -147,7 +151,7 @@ def test_padding_is_neither_kept_nor_scored(case: Case) -> None:
     assert all(mx.isfinite(half).all().item() for half in kv(state))
 
 
-@every_method
+@every_method_once
 @pytest.mark.parametrize(
     "law",
     [
@@ -194,7 +198,7 @@ def test_a_view_of_one_token_shows_the_rows_as_stored_and_of_several_the_block_a
         assert {row.tobytes() for row in bits(half[0, 0, :-9])} == {row.tobytes() for row in bits(kept[0, 0])}
 
 
-@every_method
+@every_method_once
 def test_a_step_writes_no_more_than_its_row(case: Case) -> None:
     tokens, method = tokens_of(300, seed=2), packed(case)
     state = fed(method, tokens, [200, 1, 1])

@@ -306,7 +306,7 @@ def test_request_that_fails_fails_alone(
         assert server.text("after") == computed_alone("after")
 
 
-@pytest.mark.parametrize("kind", ["batched", "alone"])
+@pytest.mark.parametrize("kind", ["batched", pytest.param("alone", marks=pytest.mark.slow)])
 def test_whatever_a_cache_raises_fails_no_other_request(
     folder: Path, tmp_path: Path, kind: str, computed_alone: Callable[..., str]
 ) -> None:
@@ -324,8 +324,14 @@ def test_whatever_a_cache_raises_fails_no_other_request(
         assert f"{call} fails" in log.read_text()
 
 
-@pytest.mark.parametrize("kind", ["batched", "alone"])
-@pytest.mark.parametrize("method", ["qfilters", "l2norm"])  # whose key-SVD has a warm-up, and which has none
+@pytest.mark.parametrize(
+    ("kind", "method"),  # whose key-SVD has a warm-up, and which has none
+    [
+        ("batched", "qfilters"),
+        ("alone", "l2norm"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("batched", "l2norm"), ("alone", "qfilters"))),
+    ],
+)
 def test_cache_that_cannot_be_taken_back_so_far_is_recomputed(
     folder: Path, tmp_path: Path, kind: str, method: str
 ) -> None:
@@ -421,7 +427,11 @@ def test_log_says_what_was_installed(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("options", "asked"),
-    [([], {}), (["--kv-bits", "8"], {}), ([], {"seed": 3})],  # the last two are served one at a time
+    [  # the last two are served one at a time
+        ([], {}),
+        pytest.param(["--kv-bits", "8"], {}, marks=pytest.mark.slow),
+        ([], {"seed": 3}),
+    ],
     ids=["batched", "kv_bits", "seed"],
 )
 def test_byte_limit_of_the_prompt_cache_holds(
