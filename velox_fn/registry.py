@@ -48,9 +48,9 @@ _ENTRIES = (
         rollback=True,
     ),
     Method(name="curdkv", factory=curdkv, recent=True, reads_values=True),
-    Method(name="h2o", factory=h2o, rope="to renumber"),
+    Method(name="h2o", factory=h2o, window="grace", rope="to renumber"),
     Method(name="tova", factory=tova, pools_heads=True),
-    Method(name="snapkv", factory=snapkv),
+    Method(name="snapkv", factory=snapkv, window="obs_window"),
     Method(name="cur", factory=cur, recent=True, reads_values=True),
     Method(name="l2norm", factory=l2norm, recent=True, rollback=True),
     Method(name="keydiff", factory=keydiff, calibrated=("mean_keys",), recent=True, rollback=True),
@@ -72,9 +72,10 @@ METHODS: Mapping[str, Callable[..., Eviction]] = Named(
     """The factories of the built-in methods by name, such as METHODS["h2o"](budget=512): each returns an `Eviction`.
 
     Common arguments, as far as a factory takes them. budget: most rows kept per KV head, sinks and recent ones
-    included. n_sink: leading tokens that always stay. recent: trailing tokens that always stay. rollback: tokens that
-    can be taken back after evictions. interval: rows leave only at multiples of so many tokens. All of them are whole
-    numbers, and raise ValueError where they cannot work, as when n_sink + recent leave no row of the budget free.
+    included. n_sink: leading tokens that always stay. recent: trailing tokens that always stay; `install` and
+    `Method.make` take it for h2o's grace and snapkv's obs_window too. rollback: tokens that can be taken back after
+    evictions. interval: rows leave only at multiples of so many tokens. All of them are whole numbers, and raise
+    ValueError where they cannot work, as when n_sink + recent leave no row of the budget free.
 
     The Eviction takes in keys [B,H,S,D], values [B,H,S,D_v] and queries [B,H_q,S,D], after RoPE, in the model's dtype.
     Methods of your own: `register`; those and these: `all_methods`.

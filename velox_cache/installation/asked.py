@@ -45,6 +45,7 @@ def check_settings(method: Method, settings: Mapping[str, Any]) -> None:
 
     Nothing of a model is needed: what can be known from the settings alone is known here.
     """
+    settings = method.own_names(settings)
     for name, value in settings.items():
         if name == "rollback" and not method.rollback and name not in method.settings:
             raise ValueError(

@@ -28,6 +28,7 @@ def random_eviction(
     layer: int = 0,
     first_head: int = 0,
     rollback: int = 0,
+    use_metal_kernels: bool | None = None,
     interval: int = 1,
     pinned: Pinned = (),
 ) -> Eviction[StaticState]:
@@ -44,6 +45,7 @@ def random_eviction(
         first_head: the index, among the layer's KV heads, of the first one that this cache holds. Not 0 where a model's
             heads are spread over machines.
         rollback: tokens that can be taken back after evictions.
+        use_metal_kernels: for eviction. True or False; None uses them where they run.
         interval: rows leave only at multiples of it (`at_intervals`).
         pinned: half-open ranges of positions that always stay (`pinning`).
 
@@ -70,6 +72,7 @@ def random_eviction(
         n_sink=n_sink,
         recent=recent,
         rollback=rollback,
+        use_metal_kernels=use_metal_kernels,
         numbers=(mx.array(_mixed(_mixed(draws["seed"]) ^ draws["layer"]), mx.uint32), mx.array(first_head, mx.uint32)),
         settings=draws,
     )
