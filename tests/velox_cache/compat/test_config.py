@@ -1,4 +1,4 @@
-"""KVCacheConfig: the seeds' names and defaults, checked at construction."""
+"""KVCacheConfig: the documents' names and defaults, checked at construction."""
 
 import dataclasses
 

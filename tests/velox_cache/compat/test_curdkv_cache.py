@@ -1,4 +1,4 @@
-"""CurDKVKVCache under the seeds' names: config, budget, accounting, shapes."""
+"""CurDKVKVCache under the documents' names: config, budget, accounting, shapes."""
 
 import copy
 
