@@ -17,6 +17,6 @@ def padding_first(block: mx.array, padding: Sequence[int]) -> mx.array:
 
 def _turned(block: mx.array, shifts: Sequence[int]) -> mx.array:
     n_tokens = block.shape[2]
-    index = (mx.arange(n_tokens) + mx.array(shifts)[:, None]) % n_tokens
+    index = (mx.arange(n_tokens) + mx.array(list(shifts))[:, None]) % n_tokens
     block = mx.broadcast_to(block, (max(len(shifts), block.shape[0]), *block.shape[1:]))
     return mx.take_along_axis(block, index[:, None, :, None], axis=2)

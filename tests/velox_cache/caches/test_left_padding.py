@@ -1,5 +1,7 @@
 """A batch padded on the left: each sequence sees and keeps what it would alone, in the same calls of real tokens."""
 
+import itertools
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -47,7 +49,7 @@ def test_each_sequence_sees_and_keeps_what_it_does_alone(method):
     batch = fresh(method).to_batch(padding)
     assert batch.offset.tolist() == [-count for count in padding]
     singles = [fresh(method) for _ in LENGTHS]
-    for start, stop in zip(CUTS, CUTS[1:], strict=False):
+    for start, stop in itertools.pairwise(CUTS):
         block = [
             np.concatenate(
                 [
