@@ -15,8 +15,8 @@ METHODS = {
     "estimates its filters": qfilters(budget=24, n_sink=2, recent=8, calib_tokens=12),
     "by queries": h2o(budget=24, n_sink=2),
 }
-LENGTHS = (40, 7, 23)
-CUTS = (0, 18, 30, 40)  # the first call of the second sequence is padding alone, and part of its second
+LENGTHS = (40, 20, 23)
+CUTS = (0, 10, 30, 40)  # of two sequences the first call is padding alone, and the second padding and tokens
 
 
 def drawn(seed, n_tokens):
