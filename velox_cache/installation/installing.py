@@ -25,6 +25,7 @@ from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of
 from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.installation.quantised_rows import both_widths, check_reads_quantised_rows, tap_of
 from velox_cache.installation.tapped import check_shows_queries, with_own_masks
+from velox_cache.introspection.mlx_vlm_models import check_can_be_called_in_parts, check_takes_caches
 from velox_cache.introspection.plan import LayerPlan, plan_layers
 from velox_cache.introspection.row_bytes import row_bytes
 from velox_cache.introspection.shard import model_shard
@@ -123,6 +124,7 @@ def install(
     """
     check_asked(model, budget, queries, calibrate)
     check_protocol()
+    check_takes_caches(model)
     settings |= both_widths(bits, settings)
     given = one_of_both(calibration, filters)
     plan, shard = plan_layers(model), model_shard(model, group)
@@ -138,6 +140,9 @@ def install(
         used = calibration_of(chosen, settings, given, calibrate, tokenizer, model, one_layer)
         methods = by_layer(chosen, settings, budget, used, model, plan, shard)
     any_method = next(iter(methods.values()))
+    at_intervals = any_method.settings.get("interval", 1) > 1
+    if at_intervals:
+        check_can_be_called_in_parts(model)
     true_queries = any_method.needs_queries and queries == "true"
     if true_queries:
         check_queries_together(shard, model)
@@ -158,7 +163,7 @@ def install(
         installed = with_own_masks(model, installed)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
     model.make_cache = installed.owning_tap()
-    if any_method.settings.get("interval", 1) > 1:
+    if at_intervals:
         call_in_parts(model)
     return InstallReport(
         any_method.name,

@@ -13,6 +13,7 @@ from velox_cache.installation.layer_budgets import (
     SoloKVCache,
     takes_own_masks,
 )
+from velox_cache.introspection.probing import left_as_it_was
 from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
 
 
@@ -34,7 +35,8 @@ def check_shows_queries(model: nn.Module, installed: InstalledCaches) -> None:
     """ValueError, with the tap removed, unless a call of the model shows every bounded layer its queries."""
     try:
         caches = installed()
-        model(mx.array([[0, 1]]), cache=caches)
+        with left_as_it_was(model):
+            model(mx.array([[0, 1]]), cache=caches)
         unseen = [entry.layer for entry, cache in zip(installed.plan, caches, strict=True) if not _observed(cache)]
         if unseen:
             raise ValueError(
