@@ -226,7 +226,8 @@ def _observed_blocks(
     with told_progress(sum(map(len, sequences)), shown=progress) as told:
         told("calibrating", 0)
         for tokens in sequences:
-            for block in observed_prefill(model, tokens, step):
+            even = -(-len(tokens) // _n_blocks(tokens, step))  # no short block at the end, whose rows nobody asks for
+            for block in observed_prefill(model, tokens, even):
                 if not block:
                     raise ValueError(
                         f"no attention layer of model type {model_type(model)!r} reads a plain KV cache through "

@@ -18,8 +18,9 @@ def test_a_calibration_holds_the_fit_to_what_the_rows_of_its_blocks_were_worth(t
     model, texts = tiny_model(), [TEXT, TEXT[10:]]
     found = calibrate(model, tokenizer, texts, progress=False, prefill_step_size=40)
     sums, number = [no_score_sums(2, 8, 8)] * 2, 0
-    for text in texts:
-        for calls in observed_prefill(model, tokenizer.encode(text), 40):
+    for tokens in map(tokenizer.encode, texts):
+        n_blocks = -(-len(tokens) // 40)
+        for calls in observed_prefill(model, tokens, -(-len(tokens) // n_blocks)):
             for call in calls:
                 worth = row_worth(call)
                 if worth is not None:
