@@ -36,7 +36,7 @@ def random_calibration(n_layers=2, n_heads=2, head_dim=8):
             for layer in range(n_layers)
         ],
         terms=tuple(SCORERS),
-        scores=ScoreChoice(FEATURES[-1], 0.1, (1.0, 1.0)),
+        scores=ScoreChoice(FEATURES[-1], 0.1),
     )
 
 

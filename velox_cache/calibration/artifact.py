@@ -155,7 +155,8 @@ def load_calibration(path: str | os.PathLike[str], expect_model_id: str | None =
         if header.get("fusion") is not None:
             header["fusion"] = FusionChoice(**header["fusion"])
         if header.get("scores") is not None:
-            header["scores"] = ScoreChoice(**header["scores"])
+            fit = header["scores"]  # more is told in files that an older version wrote
+            header["scores"] = ScoreChoice(fit["features"], fit["ridge"])
         kept_with = (("term_", "terms"), ("fusion_", "fusion"), ("score_", "scores"))
         absent = [part for part, key in kept_with if not header.get(key)]
         names = [field.name for field in fields(LayerStatistics) if not field.name.startswith(tuple(absent))]

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from velox_cache.calibration.score_sums import ScoreSums, no_score_sums
+from velox_cache.calibration.row_worth import row_worth
+from velox_cache.calibration.score_sums import ScoreSums, no_score_sums, with_worth
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_cache.calibration.term_sums import TermSums, no_term_sums, term_moments, with_rows
 from velox_cache.distributed.collectives import Group, all_gather_texts, summed
@@ -35,7 +36,7 @@ class LayerSums:
     terms: TermSums
     scale: float  # of the attention logits
     value_dim: int
-    scores: ScoreSums | None = None  # over texts that were read again; None: none were
+    scores: ScoreSums | None = None  # over blocks whose rows have a worth; None: none was looked at
 
     def arrays(self) -> list[mx.array]:
         """All sums, for those who evaluate them."""
@@ -80,6 +81,16 @@ def with_block(sums: LayerSums | None, call: LayerQueries) -> LayerSums:
     return replace(sums, queries=gram, unit_keys=total, terms=terms)
 
 
+def with_scores(sums: LayerSums, call: LayerQueries, *, held_out: bool) -> LayerSums:
+    """The sums with what the rows of one more block were worth."""
+    worth = row_worth(call)
+    if worth is None:
+        return sums
+    n_kv_heads, head_dim, value_dim = worth.keys.shape[0], worth.keys.shape[2], worth.values.shape[2]
+    so_far = sums.scores or no_score_sums(n_kv_heads, head_dim, value_dim)
+    return replace(sums, scores=with_worth(so_far, worth, held_out=held_out))
+
+
 def whole_model_sums(
     own: Mapping[int, LayerSums], layout: Sequence[str], model: nn.Module, shard: ModelShard, group: Group
 ) -> tuple[dict[int, LayerSums], tuple[str, ...]]:
@@ -95,13 +106,13 @@ def whole_model_sums(
     told = {
         "layout": {first + layer: name for layer, name in enumerate(layout)},
         "shapes": {first + layer: _whole_shape(sums, model, shard) for layer, sums in own.items()},
-        "read again": {first + layer: True for layer, sums in own.items() if sums.scores is not None},
+        "scored": {first + layer: True for layer, sums in own.items() if sums.scores is not None},
     }
     everyone = [json.loads(text) for text in all_gather_texts(json.dumps(told), group)]
     names = _agreed(everyone, "layout")
-    read_again = _agreed(everyone, "read again")
+    scored = _agreed(everyone, "scored")
     by_layer = {
-        layer: _summed_layer(own.get(layer - first), shape, shard, group, layer in read_again)
+        layer: _summed_layer(own.get(layer - first), shape, shard, group, layer in scored)
         for layer, shape in _agreed(everyone, "shapes").items()
     }
     return by_layer, tuple(names[layer] for layer in sorted(names))
@@ -127,7 +138,7 @@ def _agreed(everyone: Sequence[Mapping[str, Any]], what: str) -> dict[int, Any]:
 
 
 def _summed_layer(
-    own: LayerSums | None, shape: Sequence[Any], shard: ModelShard, group: Group, read_again: bool
+    own: LayerSums | None, shape: Sequence[Any], shard: ModelShard, group: Group, scored: bool
 ) -> LayerSums:
     n_query_heads, n_kv_heads, head_dim, scale, value_dim = shape
     with mx.stream(mx.cpu):
@@ -135,13 +146,13 @@ def _summed_layer(
         total = mx.zeros((n_query_heads, head_dim), mx.float64)
         count = mx.zeros((), mx.float64)
         terms = no_term_sums(n_kv_heads, head_dim)
-        scores = no_score_sums(n_kv_heads, head_dim, value_dim) if read_again else None
+        scores = no_score_sums(n_kv_heads, head_dim, value_dim) if scored else None
         by_kv_head = [mx.zeros((n_kv_heads, head_dim), mx.float64), *arrays(terms), *(arrays(scores) if scores else ())]
         if own is not None:
             query_heads, kv_heads = shard.heads(n_query_heads), shard.heads(n_kv_heads)
             gram[query_heads], total[query_heads] = own.queries.gram, own.queries.total
             if shard.head_part * n_kv_heads % shard.head_parts == 0:  # of ranks with the same KV head, the first
-                # One rank may have read texts once that another read again: then it has no sums of scores.
+                # One rank may have had blocks too short to score: then it has no sums of scores.
                 for whole, part in zip(by_kv_head, own.arrays()[len(arrays(own.queries)) :], strict=False):
                     whole[kv_heads] = part
             if shard.head_part == 0:  # ranks with other heads saw the same tokens

@@ -55,7 +55,7 @@ def test_calibrated_scores_are_computed_once(tiny_model, calibration, method):
 
 
 def test_a_calibration_without_learned_scores_is_refused_by_the_method_that_needs_them(tiny_model, tokenizer):
-    without = calibrate(tiny_model(), tokenizer, [TEXT], progress=False, learned_target=None)
+    without = calibrate(tiny_model(), tokenizer, [TEXT], progress=False, learned=False)
     with pytest.raises(ValueError, match=r"no score_keys, .* without learned scores; calibrate again"):
         install(tiny_model(), "learned", budget=16, calibration=without)
 
