@@ -33,7 +33,9 @@ from velox_fn.methods.expected_attention import expected_attention
 from velox_fn.methods.fusion import fusion
 from velox_fn.methods.h2o import h2o
 from velox_fn.methods.keydiff import keydiff
+from velox_fn.methods.keyformer import keyformer
 from velox_fn.methods.l2norm import l2norm
+from velox_fn.methods.lagkv import lagkv
 from velox_fn.methods.learned import learned
 from velox_fn.methods.qfilters import QFiltersState, qfilters, qfilters_init, qfilters_update
 from velox_fn.methods.random_eviction import random_eviction
@@ -86,8 +88,10 @@ __all__ = [
     "kept_bytes",
     "kept_positions",
     "keydiff",
+    "keyformer",
     "kv",
     "l2norm",
+    "lagkv",
     "learned",
     "leverage_scores",
     "observe_rows",

@@ -19,7 +19,9 @@ from velox_fn.methods.expected_attention import expected_attention
 from velox_fn.methods.fusion import PER_TERM, fusion
 from velox_fn.methods.h2o import h2o
 from velox_fn.methods.keydiff import keydiff
+from velox_fn.methods.keyformer import keyformer
 from velox_fn.methods.l2norm import l2norm
+from velox_fn.methods.lagkv import lagkv
 from velox_fn.methods.learned import LEARNED, RECENT_SHARE, learned
 from velox_fn.methods.qfilters import qfilters
 from velox_fn.methods.random_eviction import random_eviction
@@ -51,7 +53,9 @@ _ENTRIES = (
     Method(name="h2o", factory=h2o, rope="to renumber"),
     Method(name="tova", factory=tova, pools_heads=True),
     Method(name="snapkv", factory=snapkv),
+    Method(name="keyformer", factory=keyformer, recent=True, recent_share=0.25, place=("layer", "first_head")),
     Method(name="cur", factory=cur, recent=True, reads_values=True),
+    Method(name="lagkv", factory=lagkv, reads_values=True),
     Method(name="l2norm", factory=l2norm, recent=True, rollback=True),
     Method(name="keydiff", factory=keydiff, calibrated=("mean_keys",), recent=True, rollback=True),
     Method(

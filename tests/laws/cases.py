@@ -74,6 +74,8 @@ ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "h2o": (("", {"grace": 4}), ("renumbered", {"grace": 4, "renumber": True, "rope": _ROPE})),
     "streaming_llm": (("", {}), ("renumbered", {"renumber": True, "rope": _ROPE})),
     "snapkv": (("", {"obs_window": 4, "kernel": 3}),),
+    "keyformer": (("", {"recent": 4, "rise": 8}),),
+    "lagkv": (("", {"lag": 3}),),
     "curdkv": (("block", {}), ("token", {"granularity": "token"}), ("recent", {"recent": 4, "rank_cap": 2})),
     "keydiff": (("running", {}), ("calibrated", {"mean_keys": _FILTERS})),
     "expected_attention": (
