@@ -37,6 +37,7 @@ from velox_fn.methods.keyformer import keyformer
 from velox_fn.methods.l2norm import l2norm
 from velox_fn.methods.lagkv import lagkv
 from velox_fn.methods.learned import learned
+from velox_fn.methods.morphkv import morphkv
 from velox_fn.methods.qfilters import QFiltersState, qfilters, qfilters_init, qfilters_update
 from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
@@ -94,6 +95,7 @@ __all__ = [
     "lagkv",
     "learned",
     "leverage_scores",
+    "morphkv",
     "observe_rows",
     "pinned_state",
     "pinning",

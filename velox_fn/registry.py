@@ -23,6 +23,7 @@ from velox_fn.methods.keyformer import keyformer
 from velox_fn.methods.l2norm import l2norm
 from velox_fn.methods.lagkv import lagkv
 from velox_fn.methods.learned import LEARNED, RECENT_SHARE, learned
+from velox_fn.methods.morphkv import morphkv
 from velox_fn.methods.qfilters import qfilters
 from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
@@ -54,6 +55,7 @@ _ENTRIES = (
     Method(name="tova", factory=tova, pools_heads=True),
     Method(name="snapkv", factory=snapkv),
     Method(name="keyformer", factory=keyformer, recent=True, recent_share=0.25, place=("layer", "first_head")),
+    Method(name="morphkv", factory=morphkv),
     Method(name="cur", factory=cur, recent=True, reads_values=True),
     Method(name="lagkv", factory=lagkv, reads_values=True),
     Method(name="l2norm", factory=l2norm, recent=True, rollback=True),

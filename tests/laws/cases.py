@@ -76,6 +76,7 @@ ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "snapkv": (("", {"obs_window": 4, "kernel": 3}),),
     "keyformer": (("", {"recent": 4, "rise": 8}),),
     "lagkv": (("", {"lag": 3}),),
+    "morphkv": (("", {"obs_window": 4}),),
     "curdkv": (("block", {}), ("token", {"granularity": "token"}), ("recent", {"recent": 4, "rank_cap": 2})),
     "keydiff": (("running", {}), ("calibrated", {"mean_keys": _FILTERS})),
     "expected_attention": (
