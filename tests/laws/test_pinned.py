@@ -52,7 +52,9 @@ def test_the_rest_of_the_kept_set_is_that_of_the_highest_scores(case: Case) -> N
     # The scores are those of rows of which none has left; choosing among them is done here.
     if case.arguments.get("granularity") == "token":
         pytest.skip("each of its tokens is chosen among by itself")
-    method, roomy = case.make(pinned=PINNED), case.make(budget=4 * N_TOKENS)
+    room = 4 * N_TOKENS
+    age = {name: array * (room / BUDGET) for name, array in case.arguments.items() if name == "score_age"}
+    method, roomy = case.make(pinned=PINNED), case.make(budget=room, **age)  # age counts in budgets
     whole = roomy.scored(fed(roomy, TOKENS, [N_TOKENS])).store
     scores = np.array(rank_scores(whole.ranks))[0, :, :N_TOKENS]
     at = np.array(rank_positions(whole.ranks))[0, :, :N_TOKENS]

@@ -120,12 +120,12 @@ def run(arguments: argparse.Namespace) -> int:
     _claim(folder, work.half)
     model, tokenizer = load_model(arguments.model)
     group = world()
-    calibration, filters = _calibration(arguments, model, tokenizer, name, folder, group)
+    calibration = _calibration(arguments, model, tokenizer, name, folder, group)
     weights = model_digest(model)
     rows_folder = Path(arguments.rows or default_cache_dir().parent / "contexts") / weights
     wanted = measurements.contexts(model, tokenizer, work, rows_folder)
     traces = measurements.traces(model, tokenizer, work)
-    identity = {"model": name, "weights": weights, "filters": filters, "version": report.environment()["versions"]}
+    identity = {"model": name, "weights": weights, "version": report.environment()["versions"]}
     cells = Cells(folder / "cells.jsonl", identity)
     contenders = _contenders(arguments, model, calibration, work.length, ceilings=True)
     tracing = _contenders(arguments, model, calibration, work.trace_length, ceilings=False) if traces else []
@@ -137,10 +137,13 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     about = {
         "model": name,
-        "filters": {"tokens": calibration.n_tokens, "dataset": calibration.dataset, "digest": filters},
+        "calibration": {"tokens": calibration.n_tokens, "dataset": calibration.dataset},
         "command": shlex.join(["velox", *sys.argv[1:]]),
         "workload": dataclasses.asdict(work),
-        "arms": [{"arm": one.arm.label, "share": one.share, "settings": one.settings} for one in contenders],
+        "arms": [
+            {"arm": one.arm.label, "share": one.share, "settings": one.settings, "calibrated": one.calibrated}
+            for one in contenders
+        ],
         "environment": report.environment(),
     }
     against = arguments.against if any(one.arm.label == arguments.against for one in contenders) else None
@@ -199,12 +202,8 @@ def _part(share: str, whole: int, option: str) -> int:
 
 def _calibration(
     arguments: argparse.Namespace, model: Any, tokenizer: Any, name: str, folder: Path, group: Any
-) -> tuple[Any, str]:
-    """The calibration to use, and a fingerprint of it. One made here stays in the folder, for the next run."""
-    import hashlib
-
-    import numpy as np
-
+) -> "Calibration":
+    """The calibration to use. One made here stays in the folder, for the next run."""
     from velox_cache import calibrate, load_calibration, save_calibration
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.distributed.collectives import on_all_ranks
@@ -221,15 +220,7 @@ def _calibration(
             group=group,
         )
         save_calibration(made, own)
-    calibration = load_calibration(arguments.calibration or own)
-    digest = hashlib.sha256()
-    for filters in calibration.filters:
-        digest.update(b"" if filters is None else np.asarray(filters).tobytes())
-    for layer in calibration.statistics:
-        chosen = {} if layer is None else layer.arrays()
-        for part in (name for name in chosen if name.startswith(("fusion_", "score_"))):  # the rest comes with filters
-            digest.update(np.asarray(chosen[part]).tobytes() + repr((calibration.fusion, calibration.scores)).encode())
-    return calibration, digest.hexdigest()[:16]
+    return load_calibration(arguments.calibration or own)
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from velox_cache.distributed.collectives import Group, all_gather_texts
 class Cells:
     """Plain JSON values by key, in a file that only grows.
 
-    `identity` says what all of them depend on (the model, its filters); a value is found again only under the same
+    `identity` says what all of them depend on (the model, the versions); a value is found again only under the same
     identity and key. Floats survive exactly. Several processes may add to one file.
     """
 

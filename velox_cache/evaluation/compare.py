@@ -1,9 +1,13 @@
 """Run measurements over arms, cell by cell: the engine of `velox compare`, which knows no measurement itself."""
 
+import functools
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from velox_cache.distributed.collectives import Group, failing_together, own_share
 from velox_cache.evaluation.cells import Cells
@@ -32,6 +36,18 @@ class Contender:
         if not isinstance(self.make, InstalledCaches):
             return {}
         return dict(next(iter(self.make.methods.values())).settings)
+
+    @functools.cached_property
+    def calibrated(self) -> str:
+        """A digest of the arrays that its methods take of a calibration; empty where they take none."""
+        if not isinstance(self.make, InstalledCaches):
+            return ""
+        found = hashlib.sha256()
+        layers = [(layer, dict(method.params)) for layer, method in self.make.methods.items()]
+        for layer, params in layers:
+            for name, array in sorted(params.items()):
+                found.update(f"{layer} {name} {array.shape}".encode() + np.array(array).tobytes())
+        return found.hexdigest()[:16] if any(params for _, params in layers) else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +156,6 @@ def _key(one: Measurement, contender: Contender) -> dict[str, Any]:
         "seed": one.seed,
         "arm": arm.label,
         "budget": arm.budget,
-        "method": [arm.method, contender.settings or dict(arm.settings), arm.calibrated],
+        "method": [arm.method, contender.settings or dict(arm.settings), contender.calibrated],
         "sizes": dict(one.sizes),
     }
