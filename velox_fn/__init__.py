@@ -43,6 +43,7 @@ from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
 from velox_fn.methods.streaming_llm import streaming_llm
 from velox_fn.methods.tova import tova
+from velox_fn.methods.triattention import triattention
 from velox_fn.registry import METHODS, all_methods, register, unregister
 from velox_fn.version import __version__
 
@@ -118,6 +119,7 @@ __all__ = [
     "static_eviction",
     "streaming_llm",
     "tova",
+    "triattention",
     "unregister",
     "with_arrays",
 ]

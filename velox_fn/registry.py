@@ -29,6 +29,7 @@ from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
 from velox_fn.methods.streaming_llm import streaming_llm
 from velox_fn.methods.tova import tova
+from velox_fn.methods.triattention import triattention
 
 _ENTRIES = (
     Method(name="qfilters", factory=qfilters, calibrated=("filters",), guesses=True, recent=True, rollback=True),
@@ -68,6 +69,14 @@ _ENTRIES = (
         rollback=True,
         rope="when read",
         reads_values=True,
+    ),
+    Method(
+        name="triattention",
+        factory=triattention,
+        calibrated=("query_centres",),
+        needs_calibration=True,
+        recent=True,
+        rope="always",
     ),
     Method(name="streaming_llm", factory=streaming_llm, rollback=True, rope="to renumber"),
     Method(name="random", factory=random_eviction, recent=True, rollback=True, place=("layer", "first_head")),
