@@ -15,8 +15,11 @@ Differs from the paper:
 
 - The budget is fixed, where the paper keeps a fixed share of each partition. To keep like shares, a row competes by its
   place among the rows of its partition. With `across=True` it competes by its score, and shares may be unlike.
+- Places are shared by rows that differ by less than 2^-10 of an even share: beside a row that takes most of the
+  softmax, the others differ by rounding alone.
 - Always 2 lag - 1 recent tokens stay. The paper keeps between lag and 2 lag - 1 of them.
-- Numbers that are not finite do not count in a partition's range. A channel that does not vary in it is not divided.
+- Numbers that are not finite do not count in a partition's range. A channel that varies by no more than
+  rounding in it is not divided.
 """
 
 import dataclasses
@@ -33,6 +36,8 @@ from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.rows import View, rows_at, temporal_order
 from velox_fn.engine.store import readable, used_rows
 from velox_fn.engine.widening import widened
+
+_ROUNDING = 2.0**-10  # of half precision, relative
 
 
 def lagkv(
@@ -100,7 +105,8 @@ def lagkv(
         ]
         shares = sums[0] + sums[1]
         if not across:
-            shares = (shares[..., None, :] < shares[..., :, None]).sum(-1).astype(mx.float32)
+            lower = shares[..., None, :] < shares[..., :, None] - _ROUNDING / lag
+            shares = lower.sum(-1).astype(mx.float32)
         fresh = mx.take_along_axis(shares.flatten(2), mx.clip(place, 0, (n_partitions - 1) * lag - 1), axis=-1)
         full = (first + place // lag + 2) * lag <= after
         scores = mx.where((place >= 0) & full, fresh, select.rank_scores(rows.ranks))
@@ -118,9 +124,12 @@ def _spread(rows: mx.array) -> mx.array:
     inside, reference = rows[:, :, :-1], rows[:, :, 1:]
     counted = mx.isfinite(reference)
     least = mx.where(counted, reference, mx.inf).min(3, keepdims=True)
-    span = mx.where(counted, reference, -mx.inf).max(3, keepdims=True) - least
+    greatest = mx.where(counted, reference, -mx.inf).max(3, keepdims=True)
+    span = greatest - least
+    # The values of one token said again and again are the same but for rounding, which must decide nothing.
+    varies = span > _ROUNDING * mx.maximum(mx.abs(least), mx.abs(greatest))
     known = mx.isfinite(span)
-    normed = (inside - mx.where(known, least, 0.0)) / mx.where(known & (span > 0), span, 1.0)
+    normed = (inside - mx.where(known, least, 0.0)) / mx.where(known & varies, span, 1.0)
     off = normed - normed.mean(-1, keepdims=True)
     deviation = mx.sqrt(mx.square(off).sum(-1) / max(rows.shape[-1] - 1, 1))
     sound = mx.isfinite(deviation)
