@@ -20,6 +20,7 @@ from velox_cache.calibration.sums import LayerSums, whole_model_sums, with_block
 from velox_cache.distributed.collectives import Group, all_gather_texts, broadcast, failing_together, own_share
 from velox_cache.introspection.observed_prefill import LayerQueries, cache_layout, observed_prefill
 from velox_cache.introspection.query_tap import model_type
+from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import model_shard
 from velox_cache.introspection.weights_digest import weights_digest
 from velox_cache.progress import told_progress
@@ -249,9 +250,11 @@ def _layer_sums(
     advance: Callable[[int], object] = lambda n_tokens: None,
 ) -> dict[int, LayerSums]:
     sums: dict[int, LayerSums] = {}
+    read = ModelRopes(model)
+    ropes = [read.if_known(layer) for layer in range(len(cache_layout(model)))]  # now: ranks of a model run in step
     for block in _observed_blocks(model, sequences, prefill_step_size, progress):
         for call in block:
-            sums[call.layer] = with_block(sums.get(call.layer), call)
+            sums[call.layer] = with_block(sums.get(call.layer), call, ropes[call.layer])
         mx.eval([layer.arrays() for layer in sums.values()])
         advance(block[0].queries.shape[2])
     return sums
