@@ -13,7 +13,7 @@ from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.pinned import pinning
 from velox_fn.engine.quantised import NO_WIDTHS, quantised
 
-ROPES = (None, "to renumber", "when read")
+ROPES = (None, "to renumber", "when read", "always")
 PLACES = ("layer", "first_head")
 _OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, "pinned": (), **NO_WIDTHS})
 """Settings that are added to a factory that does not take them, with their defaults."""
@@ -35,7 +35,7 @@ class Method:
     factory: Callable[..., Eviction]
     calibrated: tuple[str, ...] = ()
     """The arguments that come from a calibration, arrays [H,...] of one layer: among filters, mean_keys, query_mean,
-    query_cov, weights, means, deviations, and those of `methods.learned.LEARNED`."""
+    query_cov, query_centres, weights, means, deviations, and those of `methods.learned.LEARNED`."""
     needs_calibration: bool = False
     """It can do nothing without them."""
     guesses: bool = False
@@ -54,7 +54,7 @@ class Method:
     """Those of "layer" and "first_head" that it takes: where in the whole model a cache stands."""
     rope: str | None = None
     """When it takes `rope`, the model's rotary embedding: "to renumber", with its setting renumber=True; "when read",
-    without a calibration and where it can be read; None, never."""
+    without a calibration and where it can be read; "always"; None, never."""
     reads_values: bool = False
     """It scores a row by its value too, and so not where none is cached (latent attention)."""
     pools_heads: bool = False

@@ -19,13 +19,17 @@ from velox_fn.methods.expected_attention import expected_attention
 from velox_fn.methods.fusion import PER_TERM, fusion
 from velox_fn.methods.h2o import h2o
 from velox_fn.methods.keydiff import keydiff
+from velox_fn.methods.keyformer import keyformer
 from velox_fn.methods.l2norm import l2norm
+from velox_fn.methods.lagkv import lagkv
 from velox_fn.methods.learned import LEARNED, RECENT_SHARE, learned
+from velox_fn.methods.morphkv import morphkv
 from velox_fn.methods.qfilters import qfilters
 from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
 from velox_fn.methods.streaming_llm import streaming_llm
 from velox_fn.methods.tova import tova
+from velox_fn.methods.triattention import triattention
 
 _ENTRIES = (
     Method(name="qfilters", factory=qfilters, calibrated=("filters",), guesses=True, recent=True, rollback=True),
@@ -51,7 +55,10 @@ _ENTRIES = (
     Method(name="h2o", factory=h2o, window="grace", rope="to renumber"),
     Method(name="tova", factory=tova, pools_heads=True),
     Method(name="snapkv", factory=snapkv, window="obs_window"),
+    Method(name="keyformer", factory=keyformer, recent=True, recent_share=0.25, place=("layer", "first_head")),
+    Method(name="morphkv", factory=morphkv),
     Method(name="cur", factory=cur, recent=True, reads_values=True),
+    Method(name="lagkv", factory=lagkv, reads_values=True),
     Method(name="l2norm", factory=l2norm, recent=True, rollback=True),
     Method(name="keydiff", factory=keydiff, calibrated=("mean_keys",), recent=True, rollback=True),
     Method(
@@ -62,6 +69,14 @@ _ENTRIES = (
         rollback=True,
         rope="when read",
         reads_values=True,
+    ),
+    Method(
+        name="triattention",
+        factory=triattention,
+        calibrated=("query_centres",),
+        needs_calibration=True,
+        recent=True,
+        rope="always",
     ),
     Method(name="streaming_llm", factory=streaming_llm, rollback=True, rope="to renumber"),
     Method(name="random", factory=random_eviction, recent=True, rollback=True, place=("layer", "first_head")),

@@ -36,7 +36,17 @@ def test_the_facts_of_a_built_in_method_are_all_that_its_arguments_offer(name):
     assert ("recent" in taken, "rollback" in taken) == (method.recent, method.rollback)
     assert [place for place in ("layer", "first_head") if place in taken] == list(method.place)
     assert ("rope" in taken) == (method.rope is not None)
-    arrays = {"filters", "mean_keys", "query_mean", "query_cov", "weights", "means", "deviations", *LEARNED}
+    arrays = {
+        "filters",
+        "mean_keys",
+        "query_mean",
+        "query_cov",
+        "query_centres",
+        "weights",
+        "means",
+        "deviations",
+        *LEARNED,
+    }
     assert set(method.calibrated) == arrays & set(taken)
 
 

@@ -20,6 +20,7 @@ from velox_cache.distributed.collectives import Group, all_gather_texts, broadca
 from velox_cache.introspection.latents import caches_latents
 from velox_cache.introspection.observed_prefill import LayerQueries, cache_layout, observed_prefill
 from velox_cache.introspection.query_tap import model_type
+from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import model_shard
 from velox_cache.introspection.weights_digest import weights_digest
 from velox_cache.progress import told_progress
@@ -249,11 +250,13 @@ def _layer_sums(
 ) -> dict[int, LayerSums]:
     """The sums by layer over sequences with the number of their first block, which says what is held out."""
     sums: dict[int, LayerSums] = {}
+    read = ModelRopes(model)
+    ropes = [read.if_known(layer) for layer in range(len(cache_layout(model)))]  # now: ranks of a model run in step
     numbers = (first + i for first, tokens in numbered for i in range(_n_blocks(tokens, prefill_step_size)))
     blocks = _observed_blocks(model, [tokens for _, tokens in numbered], prefill_step_size, progress)
     for number, block in zip(numbers, blocks, strict=True):
         for call in block:
-            layer = with_block(sums.get(call.layer), call)
+            layer = with_block(sums.get(call.layer), call, ropes[call.layer])
             if learned:
                 layer = with_scores(layer, call, held_out=number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1)
             sums[call.layer] = layer

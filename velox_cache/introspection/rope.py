@@ -59,6 +59,14 @@ class ModelRopes:
             "leave renumber=False, or give rope=RopeSpec(dims, base, ...)"
         )
 
+    def if_known(self, layer: int) -> RopeSpec | None:
+        """`of_layer`, or None where it raises and where no dimension turns."""
+        try:
+            spec = self.of_layer(layer)
+        except ValueError:
+            return None
+        return spec if spec.dims else None
+
     @functools.cached_property
     def _specs(self) -> tuple[RopeSpec, ...]:
         return tuple(dict.fromkeys(spec for module in self._model.modules() for spec in rope_specs_of(module)))
