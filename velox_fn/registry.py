@@ -56,7 +56,7 @@ _ENTRIES = (
     Method(name="tova", factory=tova, pools_heads=True),
     Method(name="snapkv", factory=snapkv, window="obs_window"),
     Method(name="keyformer", factory=keyformer, recent=True, recent_share=0.25, place=("layer", "first_head")),
-    Method(name="morphkv", factory=morphkv),
+    Method(name="morphkv", factory=morphkv, window="obs_window"),
     Method(name="cur", factory=cur, recent=True, reads_values=True),
     Method(name="lagkv", factory=lagkv, reads_values=True),
     Method(name="l2norm", factory=l2norm, recent=True, rollback=True),

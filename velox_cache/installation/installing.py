@@ -18,13 +18,12 @@ from velox_cache.installation.footprint import Footprint, footprint
 from velox_cache.installation.given_calibration import GivenCalibration, calibration_of, one_of_both
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.installation.layer_arguments import check_queries_together
-from velox_cache.installation.layer_budgets import (
-    Budgets,
-)
+from velox_cache.installation.layer_budgets import Budgets, with_own_masks
 from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of_every_layer
+from velox_cache.installation.own_masks import look_up_masks, take_masks_as_given
 from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.installation.quantised_rows import both_widths, check_reads_quantised_rows, tap_of
-from velox_cache.installation.tapped import check_shows_queries, with_own_masks
+from velox_cache.installation.tapped import check_shows_queries
 from velox_cache.introspection.mlx_vlm_models import check_can_be_called_in_parts, check_takes_caches
 from velox_cache.introspection.plan import LayerPlan, plan_layers
 from velox_cache.introspection.row_bytes import row_bytes
@@ -165,6 +164,8 @@ def install(
     model.make_cache = installed.owning_tap()
     if at_intervals:
         call_in_parts(model)
+    if has_own_budgets(budget):
+        look_up_masks(model)
     return InstallReport(
         any_method.name,
         _settings_of_all(list(methods.values())),
@@ -182,6 +183,7 @@ def uninstall(model: nn.Module) -> None:
             installed.tap.remove()
         del model.__dict__["make_cache"]
         call_whole(model)
+        take_masks_as_given(model)
         if installed.before is not None:
             model.make_cache = installed.before
 
