@@ -55,7 +55,8 @@ def check_filter_layout(layouts: KeyLayouts, layer: int, method: Eviction) -> No
     if layout is None:
         return
     for name, array in method.params.items():
-        dims = () if name in PER_TERM else array.shape[1:2]
+        of_rows = name not in PER_TERM and array.ndim < 4  # others are of terms, or of pairs of dimensions
+        dims = array.shape[1:2] if of_rows else ()
         if array.shape[0] != layout.n_kv_heads or any(dim != layout.head_dim for dim in dims):
             raise ValueError(
                 f"layer {layer} has {layout.n_kv_heads} KV heads of dimension {layout.head_dim}, but its {name} have "

@@ -141,11 +141,12 @@ def triattention(
 
 def _turned_ahead(centres: mx.array, rope: RopeSpec) -> mx.array:
     """Centres [H,G,3,dims/2] turned by the mean of the rotations by each distance, and what |k_f| counts beside."""
-    turns = np.outer(_DISTANCES, np.array(pair_angles(rope), np.float64))
-    exact = np.array(centres, np.float64)
-    centre = exact[:, :, 0] + 1j * exact[:, :, 1]
-    ahead = centre * np.exp(1j * turns).mean(0)
-    return mx.array(np.stack([ahead.real, ahead.imag, exact[:, :, 2] - np.abs(centre)], axis=2).astype(np.float32))
+    periods = rope.base ** (np.arange(0, rope.dims, 2) / rope.dims) if rope.freqs is None else rope.freqs
+    mean = np.exp(1j * rope.scale * np.outer(_DISTANCES, np.divide(1.0, periods))).mean(0)
+    cos, sin = (mx.array(part.astype(np.float32)) for part in (mean.real, mean.imag))
+    real, imaginary, length = (centres[:, :, part].astype(mx.float32) for part in range(3))
+    beside = length - mx.sqrt(real * real + imaginary * imaginary)
+    return mx.stack([real * cos - imaginary * sin, real * sin + imaginary * cos, beside], axis=2)
 
 
 def _check_centres(centres: mx.array, rope: RopeSpec | None) -> None:

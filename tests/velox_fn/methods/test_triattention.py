@@ -66,7 +66,7 @@ def test_the_order_is_that_of_the_formula(rope, centres, calls):
                 formula(keys[head, held], ages, real + 1j * imaginary, size, rope)
                 for real, imaginary, size in centres[head].astype(np.float64)
             ]
-            return np.max([(s - s.mean()) / s.std() for s in of_heads], axis=0)
+            return np.max([(s - s.mean()) / (s.std() or 1) for s in of_heads], axis=0)
 
         assert found[head] == simulated(calls, score, budget=14, n_sink=2, recent=3)
 
