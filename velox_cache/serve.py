@@ -65,7 +65,7 @@ class EvictingModelProvider(ModelProvider):
         except BaseException:
             self.reset()  # a model that cannot be bounded must not be served unbounded by the next request
             raise
-        # Anew, since budgets that differ between layers cannot be batched.
+        # Anew, since budgets that differ between layers cannot be batched on every model.
         self.is_batchable = all(hasattr(cache, "merge") for cache in make_prompt_cache(self.model))
 
 

@@ -1,23 +1,25 @@
 """Budgets of each layer's own in a ragged batch: each row is as alone, or there is no batch."""
 
+import copy
+
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from runs import BATCHED, BOUNDED, PROMPTS, batched, evicting, furthest, installed
+from runs import BATCHED, BOUNDED, PROMPT, PROMPTS, batched, evicting, furthest, installed, rows_of, run
 from tiny_models import model_of
 
-import velox_cache as vc
 from velox_cache.introspection.plan import asks_for_mask_arrays
 
-# Attention by hand, layers that read the rows of another, or caches that mlx_lm cannot batch.
-ONE_AT_A_TIME = ("gemma4", "gemma4_text", "iquestloopcoder", "llama4", "mistral4", "plamo2")
-ONE_BUDGET = tuple(name for name in BOUNDED if asks_for_mask_arrays(model_of(name)))
+# The first is not called layer by layer; mlx_lm has no batches of the others.
+ONE_AT_A_TIME = ("iquestloopcoder", "gpt_bigcode", "llama4")
+MASK_ARRAYS = tuple(name for name in BOUNDED if asks_for_mask_arrays(model_of(name)))
 
 
 def budget(layer: int) -> int:
     return 20 - 4 * layer
 
 
-@pytest.mark.parametrize("architecture", [name for name in BATCHED if name not in (*ONE_AT_A_TIME, *ONE_BUDGET)])
+@pytest.mark.parametrize("architecture", [name for name in BATCHED if name not in ONE_AT_A_TIME])
 def test_each_row_of_a_ragged_batch_is_as_it_is_alone(architecture: str) -> None:
     with installed(architecture, budget=budget) as model:
         together = batched(model, PROMPTS)
@@ -39,7 +41,16 @@ def test_models_that_take_no_mask_of_a_layers_own_are_not_batched(architecture: 
         assert not any(hasattr(cache, "merge") for cache in evicting(make_prompt_cache(model)))
 
 
-@pytest.mark.parametrize("architecture", ONE_BUDGET)
-def test_models_that_make_one_mask_array_for_all_layers_are_refused(architecture: str) -> None:
-    with pytest.raises(ValueError, match="give every layer the same budget"):
-        vc.install(model_of(architecture), "l2norm", budget=budget)
+@pytest.mark.parametrize("architecture", MASK_ARRAYS)
+def test_chunks_over_the_budget_see_each_layers_own_rows(architecture: str) -> None:
+    """A block after evictions: its tokens' logits are those that it gives one by one from the same caches, whose masks
+    are None."""
+    with installed(architecture, budget=budget) as model:
+        _, caches = run(model, (24,))
+        assert [cache.size() for cache in evicting(caches)] == [
+            cache.method.settings["budget"] for cache in evicting(caches)
+        ]
+        one_by_one = copy.deepcopy(caches)
+        block = model(mx.array([PROMPT[24:26]]), cache=caches)[0, 0]
+        alone = model(mx.array([PROMPT[24:25]]), cache=one_by_one)[0, 0]
+        assert furthest(rows_of(block), rows_of(alone)) < 1e-4

@@ -35,6 +35,7 @@ _LEARNED = {
     "score_value_squares": 0.3 * _OF_VALUES[1],
     "score_age": mx.linspace(0, 1.5, H),
 }
+_CENTRES = mx.array(1 + _rng.standard_normal((H, 2, 3, D // 2)).astype(np.float32))
 _COVARIANCES = mx.broadcast_to(mx.eye(D), (H, D, D))
 
 ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
@@ -75,6 +76,10 @@ ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "h2o": (("", {"grace": 4}), ("renumbered", {"grace": 4, "renumber": True, "rope": _ROPE})),
     "streaming_llm": (("", {}), ("renumbered", {"renumber": True, "rope": _ROPE})),
     "snapkv": (("", {"obs_window": 4, "kernel": 3}),),
+    "keyformer": (("", {"recent": 4, "rise": 8}),),
+    "lagkv": (("", {"lag": 3}),),
+    "morphkv": (("", {"obs_window": 4}),),
+    "triattention": (("", {"query_centres": _CENTRES, "rope": _ROPE}),),
     "curdkv": (("block", {}), ("token", {"granularity": "token"}), ("recent", {"recent": 4, "rank_cap": 2})),
     "keydiff": (("running", {}), ("calibrated", {"mean_keys": _FILTERS})),
     "expected_attention": (

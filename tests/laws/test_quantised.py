@@ -21,6 +21,8 @@ FEW_WIDTHS = [pair if pair == (3, None) else pytest.param(*pair, marks=pytest.ma
 def wide(array: mx.array) -> mx.array:
     """A calibrated array of the laws' narrow heads, for the heads here."""
     widths = {8: LAYER.head_dim, 6: LAYER.value_dim}
+    if array.ndim == 4:  # of pairs of dimensions
+        return mx.tile(array, LAYER.head_dim // 8)
     if array.ndim < 2 or array.shape[-1] not in widths:
         return array
     rng = np.random.default_rng(5)

@@ -21,9 +21,11 @@ kinds of layers otherwise than its small one here; `velox inspect-model MODEL` s
 - *true queries*: whether methods that score by attention (curdkv, h2o, tova, snapkv, expected_attention) see the
   model's own queries: those of the layer that writes the rows, not of layers that read another's.
 - *renumber*: whether `renumber=True` can turn cached keys, that is, whether the rotary embedding can be read.
-- *mask arrays*: the model makes one mask array for all its layers, so these need one budget.
+- *alone*: with a budget for each layer (`install(model, budget=[...])`) its caches serve one sequence at a time, since
+  its layers take no masks of their own, mlx_lm has no batches of it, or it does not run where this page was written.
+  Those of every other serve batches.
 
-| architecture | bounded | true queries | renumber | mask arrays | left alone or refused |
+| architecture | bounded | true queries | renumber | alone | left alone or refused |
 |---|---|---|---|---|---|
 """
 
@@ -66,7 +68,7 @@ def _row(name: str, each: Verdict, notes: _Notes) -> str:
     cells = [name, f"{bounded} of {len(each.layers)}{of_kind}"]
     for reason in (each.no_queries, each.no_renumbering):
         cells.append("yes" if reason is None else f"no ({notes.number(_general(name, reason))})" if bounded else "")
-    cells += ["yes" if each.mask_arrays else "", ", ".join(map(str, others))]
+    cells += ["yes" if each.alone else "", ", ".join(map(str, others))]
     return f"| {' | '.join(cells)} |"
 
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from velox_cache.installation.installing import install, uninstall
-from velox_cache.introspection.plan import LayerPlan, asks_for_mask_arrays, plan_layers
+from velox_cache.introspection.plan import LayerPlan, plan_layers
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Verdict:
     layers: tuple[LayerPlan, ...]
     no_queries: str | None  # why methods that score by the model's own queries are refused
     no_renumbering: str | None  # why renumber=True is
-    mask_arrays: bool  # one mask array serves all layers, which therefore need one budget
+    alone: bool  # with budgets per layer its caches serve one sequence at a time
 
     @property
     def bounded(self) -> bool:
@@ -37,7 +38,7 @@ def verdict(model: nn.Module) -> Verdict:
         layers,
         _refusal(model, "h2o", budget=64),
         _refusal(model, "streaming_llm", budget=64, renumber=True),
-        asks_for_mask_arrays(model),
+        _one_at_a_time(model),
     )
 
 
@@ -61,8 +62,10 @@ def in_words(found: Verdict) -> Mapping[str, str]:
         if found.no_renumbering is None
         else f"renumber=True is refused: {found.no_renumbering}"
     )
-    if found.mask_arrays:
-        said["masks"] = "masks are arrays, made once for all layers: every layer needs the same budget"
+    if found.alone:
+        said["budgets"] = (
+            "with budgets per layer its caches serve one sequence at a time; with one for all, batches too"
+        )
     return said
 
 
@@ -76,6 +79,14 @@ def _refusal(model: nn.Module, method: str, **settings: Any) -> str | None:
     finally:
         uninstall(model)
     return None
+
+
+def _one_at_a_time(model: nn.Module) -> bool:
+    try:
+        install(model, "l2norm", budget=lambda layer: 64 + layer)
+        return not all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+    finally:
+        uninstall(model)
 
 
 def _joined(reasons: Iterable[str]) -> str:

@@ -180,11 +180,13 @@ def _contenders(
     from velox_cache.evaluation.ceilings import CEILINGS
     from velox_cache.evaluation.compare import Contender
     from velox_cache.harness.arms import FULL, Arm, cache_maker, parse_arm
+    from velox_cache.harness.unreached import warn_where_nothing_leaves
 
     found = [Contender(FULL, cache_maker(model, FULL))]
     for share in _listed(arguments.shares):
         budget = _part(share, length, "--shares")
         recent = _part(arguments.recent, budget, "--recent")
+        warn_where_nothing_leaves([budget], length)
         for method in _listed(arguments.methods):
             arm = parse_arm(method, budget, recent)
             found.append(Contender(arm, cache_maker(model, arm, calibration), share))

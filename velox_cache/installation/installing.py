@@ -18,13 +18,13 @@ from velox_cache.installation.footprint import Footprint, footprint
 from velox_cache.installation.given_calibration import GivenCalibration, calibration_of, one_of_both
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.installation.layer_arguments import check_queries_together
-from velox_cache.installation.layer_budgets import (
-    Budgets,
-)
+from velox_cache.installation.layer_budgets import Budgets, with_own_masks
 from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of_every_layer
+from velox_cache.installation.own_masks import look_up_masks, take_masks_as_given
 from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.installation.quantised_rows import both_widths, check_reads_quantised_rows, tap_of
-from velox_cache.installation.tapped import check_shows_queries, with_own_masks
+from velox_cache.installation.tapped import check_shows_queries
+from velox_cache.introspection.mlx_vlm_models import check_can_be_called_in_parts, check_takes_caches
 from velox_cache.introspection.plan import LayerPlan, plan_layers
 from velox_cache.introspection.row_bytes import row_bytes
 from velox_cache.introspection.shard import model_shard
@@ -123,6 +123,7 @@ def install(
     """
     check_asked(model, budget, queries, calibrate)
     check_protocol()
+    check_takes_caches(model)
     settings |= both_widths(bits, settings)
     given = one_of_both(calibration, filters)
     plan, shard = plan_layers(model), model_shard(model, group)
@@ -138,6 +139,9 @@ def install(
         used = calibration_of(chosen, settings, given, calibrate, tokenizer, model, one_layer)
         methods = by_layer(chosen, settings, budget, used, model, plan, shard)
     any_method = next(iter(methods.values()))
+    at_intervals = any_method.settings.get("interval", 1) > 1
+    if at_intervals:
+        check_can_be_called_in_parts(model)
     true_queries = any_method.needs_queries and queries == "true"
     if true_queries:
         check_queries_together(shard, model)
@@ -158,8 +162,10 @@ def install(
         installed = with_own_masks(model, installed)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
     model.make_cache = installed.owning_tap()
-    if any_method.settings.get("interval", 1) > 1:
+    if at_intervals:
         call_in_parts(model)
+    if has_own_budgets(budget):
+        look_up_masks(model)
     return InstallReport(
         any_method.name,
         _settings_of_all(list(methods.values())),
@@ -177,6 +183,7 @@ def uninstall(model: nn.Module) -> None:
             installed.tap.remove()
         del model.__dict__["make_cache"]
         call_whole(model)
+        take_masks_as_given(model)
         if installed.before is not None:
             model.make_cache = installed.before
 

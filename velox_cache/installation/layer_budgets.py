@@ -1,55 +1,48 @@
 """Budgets that differ from layer to layer, and the cache that such layers get."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.installation.installed import InstalledCaches
+from velox_cache.installation.own_masks import OwnMask, looking_up_masks
 from velox_cache.introspection.plan import LayerPlan, asks_for_mask_arrays
-from velox_fn.engine.rows import View
+from velox_cache.introspection.probing import left_as_it_was
 
 Budgets = Sequence[int] | Callable[[int], int]
 
 _NO_BATCH = (
     "layers with budgets of their own cannot share a ragged batch on this model: it makes one mask for all its layers, "
-    "each of which holds another number of rows, and its attention cannot be given another; give every layer the same "
-    "budget, or serve one sequence at a time"
+    "each of which holds another number of rows, and hands it on where another cannot take its place; give every layer "
+    "the same budget, or serve one sequence at a time"
 )
-# What a batch gives the model for a mask. Attention that is not given the layer's own in its place refuses it by name.
-OWN_MASK = "the mask of each layer's own cache, which the tap that install() puts on attention hands over"
+_ARRAY_MASK = (
+    "this model asks for its attention mask as an array, made for one layer's rows, and does not hand it to its layers "
+    "as it is, so that each could take its own; give every layer the same budget"
+)
 
 
 class LayerBudgetKVCache(EvictingKVCache):
-    """An evicting cache whose budget is not that of the other layers, and which brings a mask of its own to a batch."""
-
-    _mask: mx.array | str | None = None  # of the last view
+    """An evicting cache whose budget is not that of the other layers, and which brings a mask of its own."""
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """As in EvictingKVCache for one sequence; OWN_MASK for a batch.
+        """As in EvictingKVCache where the mask fits any number of rows, else an `OwnMask`: an array would fit this
+        layer only."""
+        if window_size is None and (self._rows.batched or (return_array and N > 1)):
+            return OwnMask(N, as_array=return_array)
+        return super().make_mask(N, return_array, window_size)
 
-        Raises ValueError for an array, which would fit this layer only.
-        """
-        if return_array and N > 1:
-            raise ValueError(_ARRAY_MASK)
-        mask = super().make_mask(N, window_size=window_size)
-        return OWN_MASK if self._rows.batched else mask
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
-        """As in EvictingKVCache."""
-        mask = super().make_mask(keys.shape[2]) if self._rows.batched else None
-        view = super().update_and_fetch(keys, values)
-        self._mask = mask
-        return view
-
-    def own_mask(self, mask: mx.array | str | None) -> mx.array | str | None:
-        """The mask for attention over the last view, where the model gives OWN_MASK; any other stays."""
-        return self._mask if mask is OWN_MASK else mask
+    def layer_mask(self, n_tokens: int, *, as_array: bool) -> mx.array | str | None:
+        """The mask of this layer for its next tokens."""
+        return super().make_mask(n_tokens, as_array)
 
 
 class SoloKVCache(LayerBudgetKVCache):
-    """A LayerBudgetKVCache for a model whose attention cannot be given a mask, and which therefore cannot be batched.
+    """A LayerBudgetKVCache for a model whose layers do not take masks of their own, and which cannot be batched so.
 
     `merge` is absent as far as mlx_lm can see, so that its server serves such a model one request at a time and its
     batch generator refuses it.
@@ -70,20 +63,12 @@ class SoloKVCache(LayerBudgetKVCache):
             raise ValueError(_NO_BATCH)
 
 
-_ARRAY_MASK = (
-    "this model asks for its attention mask as an array, and one array, made for one layer's rows, serves all its "
-    "layers; give every layer the same budget"
-)
-
-
-def layer_budgets(model: nn.Module, plan: Sequence[LayerPlan], budgets: Budgets) -> Mapping[int, int]:
+def layer_budgets(plan: Sequence[LayerPlan], budgets: Budgets) -> Mapping[int, int]:
     """The budget of each bounded layer, by its index in the prompt cache.
 
     budgets: one number per entry of the prompt cache (those of unbounded layers are not looked at), or a function of
-    the index. Raises ValueError when the list has another length, or when the model wants masks as arrays.
+    the index. Raises ValueError when the list has another length.
     """
-    if asks_for_mask_arrays(model):
-        raise ValueError(_ARRAY_MASK)
     if callable(budgets):
         return {entry.layer: budgets(entry.layer) for entry in plan if entry.bounded}
     if len(budgets) != len(plan):
@@ -94,17 +79,31 @@ def layer_budgets(model: nn.Module, plan: Sequence[LayerPlan], budgets: Budgets)
     return {entry.layer: budgets[entry.layer] for entry in plan if entry.bounded}
 
 
-def takes_own_masks(model: nn.Module, make_caches: Callable[[], list[Any]]) -> bool:
-    """Whether each layer's attention gets its own mask in a batch, under a tap, tried without evaluating anything.
+def with_own_masks(model: nn.Module, installed: InstalledCaches) -> InstalledCaches:
+    """The same with caches for budgets per layer, whose masks the layers look up.
 
-    make_caches: fresh prompt caches, of `LayerBudgetKVCache` where a layer is bounded. Not so where attention is done
-    by hand, where layers read another layer's rows, or where one of the caches has no batched form.
+    Raises ValueError when the model wants masks as arrays and its layers do not take their own.
+    """
+    own = replace(installed, cache_class=LayerBudgetKVCache)
+    with looking_up_masks(model):
+        if _layers_take_own_masks(model, own):
+            return own
+    if asks_for_mask_arrays(model):
+        raise ValueError(_ARRAY_MASK)
+    return replace(installed, cache_class=SoloKVCache)
+
+
+def _layers_take_own_masks(model: nn.Module, make_caches: Callable[[], list[Any]]) -> bool:
+    """Whether each layer's attention gets its own mask in a batch, tried without evaluating anything.
+
+    Not so where the model's layers are not called as a whole, or where one of the caches has no batched form.
     """
     try:
         for tokens in ([0, 1], [0]):  # latent attention does one token's by another road
             # Fresh ones for each: a second call would begin to compute the first, which ranks do in their own order.
             pairs = zip(make_caches(), make_caches(), strict=True)
-            model(mx.array([tokens, tokens]), cache=[type(one).merge([one, other]) for one, other in pairs])
+            with left_as_it_was(model):
+                model(mx.array([tokens, tokens]), cache=[type(one).merge([one, other]) for one, other in pairs])
     except Exception:  # whatever it is: such a model is served one sequence at a time
         return False
     return True

@@ -34,7 +34,7 @@ def by_layer(
     """Each bounded layer's method, with its own budget and its own part of the calibration."""
     own_budgets = None
     if has_own_budgets(budget):
-        own_budgets = layer_budgets(model, plan, part_of_budgets(shard, budget, len(plan)))
+        own_budgets = layer_budgets(plan, part_of_budgets(shard, budget, len(plan)))
     calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
     share = recent_share(method, settings, calibration)
     check_values_read(method, settings, model)

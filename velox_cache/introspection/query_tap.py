@@ -113,9 +113,8 @@ def observe_queries(
 ) -> Iterator[QueryTap]:
     """Observe the queries of `model`'s attention inside a `with` block.
 
-    A cache that has a method `own_mask(mask)` says before each of its calls which mask takes the place of the model's.
-    One that has a method `attend(queries, keys, values, scale, mask, ...)` does the attention itself over a view of its
-    own that shows quantised rows.
+    A cache that has a method `attend(queries, keys, values, scale, mask, ...)` does the attention itself over a view of
+    its own that shows quantised rows.
     Each attention call of the model is reported twice, once it ran: to its cache, when that has a method
     `observe_queries(output, queries, keys, values, scale, **terms)`, whose result (the output, perhaps tied to new
     state with `mx.depends`) takes the output's place; and to `callback`, as an `ObservedAttention`. `terms` are, by
@@ -181,10 +180,6 @@ class _TappedAttention:
         # mlx_lm's attention over a quantised cache scales its queries in place; observers get them as they came.
         seen = mx.stop_gradient(queries) if hasattr(cache, "bits") else queries
         taps = self.taps
-        own_mask = getattr(cache, "own_mask", None) if taps else None
-        if own_mask is not None:
-            given, *rest_after = rest or (options.pop("mask", None),)
-            rest = (own_mask(given), *rest_after)
         quantised = isinstance(keys, tuple) or isinstance(values, tuple)
         attend = getattr(cache, "attend", None) if taps and quantised else None
         if attend is None:

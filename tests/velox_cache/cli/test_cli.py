@@ -266,7 +266,7 @@ def test_calibrate_then_inspect(tiny_model, tokenizer, tmp_path, monkeypatch, ca
         "layer 1 ",
     ):
         assert described.count(fact) == 2
-    assert main([*words, "--learned-target", "none"]) == 0
+    assert main([*words, "--no-learned"]) == 0
     assert "layer 1 " not in capsys.readouterr().out
 
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
-from mlx_lm.models import iquestloopcoder, llama
+from mlx_lm.models import gemma2
 from mlx_lm.models.cache import make_prompt_cache
 
 import velox_cache as vc
@@ -109,16 +109,20 @@ def test_list_of_another_length_is_refused(tiny_model: Callable[..., nn.Module])
         vc.install(tiny_model(), "l2norm", budget=[40, 16, 24])
 
 
-def test_model_that_wants_masks_as_arrays_is_refused_with_the_reason(tiny_model: Callable[..., nn.Module]) -> None:
-    with pytest.raises(ValueError, match="mask as an array"):
-        vc.install(tiny_model("gemma2", query_pre_attn_scalar=8), "l2norm", budget=[40, 16])
-
-
-def test_mask_array_is_refused_by_the_cache_itself_too(tiny_model: Callable[..., nn.Module]) -> None:
-    model = tiny_model()
+def test_each_layer_gets_a_mask_array_of_its_own(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model("gemma2", query_pre_attn_scalar=8)
     vc.install(model, "l2norm", budget=[40, 16])
+    assert sizes_after_generating(model) == [40, 16]
+
+
+def test_model_that_works_on_its_mask_array_is_refused_with_the_reason(
+    tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = gemma2.create_attention_mask
+    monkeypatch.setattr(gemma2, "create_attention_mask", lambda *given, **named: mx.array(made(*given, **named)))
+    model = tiny_model("gemma2", query_pre_attn_scalar=8)
     with pytest.raises(ValueError, match="mask as an array"):
-        make_prompt_cache(model)[0].make_mask(4, return_array=True)
+        vc.install(model, "l2norm", budget=[40, 16])
 
 
 def generated_in_one_batch(model: nn.Module, prompts: list[list[int]]) -> list[list[int]]:
@@ -140,7 +144,7 @@ def test_ragged_batch_generates_what_each_prompt_does_alone(tiny_model: Callable
     assert generated_in_one_batch(model, prompts) == alone
 
 
-def test_batch_without_the_tap_is_refused_and_not_computed_with_another_layers_mask(
+def test_batch_without_the_install_is_refused_and_not_computed_with_another_layers_mask(
     tiny_model: Callable[..., nn.Module],
 ) -> None:
     model = tiny_model()
@@ -152,16 +156,21 @@ def test_batch_without_the_tap_is_refused_and_not_computed_with_another_layers_m
         model(mx.array([PROMPT, PROMPT]), cache=batch)
 
 
-def test_tap_for_masks_goes_with_the_caches(tiny_model: Callable[..., nn.Module]) -> None:
-    model, original = tiny_model(), llama.scaled_dot_product_attention
+@pytest.mark.parametrize("after", [vc.uninstall, lambda model: vc.install(model, "l2norm", budget=40)])
+def test_layers_are_as_they_were_afterwards(
+    tiny_model: Callable[..., nn.Module], after: Callable[[nn.Module], object]
+) -> None:
+    model = tiny_model()
+    before = [type(layer) for layer in model.layers]
     vc.install(model, "l2norm", budget=[40, 16])
-    vc.uninstall(model)
-    assert llama.scaled_dot_product_attention is original
+    vc.install(model, "l2norm", budget=[16, 40])
+    after(model)
+    assert [type(layer) for layer in model.layers] == before
 
 
 @pytest.fixture
 def solo_model() -> nn.Module:
-    """One whose last layers read the rows of another, with that layer's mask."""
+    """One whose layers are not called as a whole."""
     model = architecture_model("iquestloopcoder")
     vc.install(model, "l2norm", budget=lambda layer: 40 - 8 * layer)
     return model
@@ -176,10 +185,6 @@ def test_batch_generator_refuses_to_batch(solo_model: nn.Module) -> None:
 
 def test_server_sees_that_it_cannot_batch(solo_model: nn.Module) -> None:
     assert not all(hasattr(cache, "merge") for cache in make_prompt_cache(solo_model))
-
-
-def test_model_that_cannot_be_batched_keeps_no_tap(solo_model: nn.Module) -> None:
-    assert not hasattr(iquestloopcoder.scaled_dot_product_attention, "taps")
 
 
 def test_asking_for_a_batch_says_why_there_is_none(solo_model: nn.Module) -> None:
