@@ -102,7 +102,7 @@ class EvictingKVCache:
             self._unobserved = _Unobserved(valid, padding)
         else:
             record, view = self._method.update(record, keys, values, valid=valid)
-        self._rows, self._view = rows.advanced(record, n_tokens), view
+        self._rows, self._view = rows.advanced(record, real, n_tokens), view
         self._past = self._past.advanced(real)
         return view
 

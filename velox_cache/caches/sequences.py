@@ -90,9 +90,8 @@ class Sequences:
             checks.countable(offset, count)
         return real
 
-    def advanced(self, record: Any, n_tokens: int) -> "Sequences":
-        """After an update that took in a block of `n_tokens`."""
-        real = self.real_tokens(n_tokens)
+    def advanced(self, record: Any, real: Sequence[int], n_tokens: int) -> "Sequences":
+        """After an update that took in a block of `n_tokens`, `real` of them for each sequence."""
         offsets = tuple(offset + count for offset, count in zip(self.offsets, real, strict=True))
         lengths = self.lengths
         if lengths is not None:

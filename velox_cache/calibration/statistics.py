@@ -24,7 +24,7 @@ class LayerStatistics:
     score_values: mx.array | None = None  # [H, D_v]
     score_value_squares: mx.array | None = None  # [H, D_v]
     score_age: mx.array | None = None  # [H]
-    score_correlation: mx.array | None = None  # [H] of score and target on texts held out
+    score_correlation: mx.array | None = None  # [H] of score and target on blocks held out
     query_centres: mx.array | None = None  # [H, G, 3, dims/2] of each query head before RoPE; None: RoPE is not known
 
     def __post_init__(self) -> None:

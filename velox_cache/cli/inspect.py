@@ -53,7 +53,7 @@ def describe(calibration: "Calibration") -> str:
 
 
 def _fit_lines(calibration: "Calibration", choice: "ScoreChoice") -> list[str]:
-    """How the learned scores were fitted, and how they do on texts held out, head by head."""
+    """How the learned scores were fitted, and how they do on blocks held out, head by head."""
     import numpy as np
 
     found = {

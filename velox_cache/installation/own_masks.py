@@ -5,15 +5,17 @@ other layers answers with an `OwnMask`, and each layer's call puts the mask of i
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from velox_cache.installation.own_calls import call_as_given, call_by, is_called_by
 from velox_cache.introspection.query_tap import flat_caches
 
+_GIVEN = "call_with_mask_given"
 Mask = mx.array | str | None
 
 
@@ -50,21 +52,19 @@ class OwnMask(str):
 def look_up_masks(model: nn.Module) -> None:
     """Have each layer of `model` take the mask of its own cache in the place of an `OwnMask`."""
     for layer in _layers(model):
-        if not _looks_up(layer):
-            layer.__class__ = _looking_up(type(layer))
+        call_by(layer, _GIVEN, _looking_up)
 
 
 def take_masks_as_given(model: nn.Module) -> None:
     """Undo `look_up_masks`. Does nothing when it was not called."""
     for layer in _layers(model):
-        if _looks_up(layer):
-            layer.__class__ = type(layer).__bases__[0]
+        call_as_given(layer, _GIVEN)
 
 
 @contextmanager
 def looking_up_masks(model: nn.Module) -> Iterator[None]:
     """`look_up_masks` for the length of a `with`, unless it is done already."""
-    before = [_looks_up(layer) for layer in _layers(model)]
+    before = [is_called_by(layer, _GIVEN) for layer in _layers(model)]
     look_up_masks(model)
     try:
         yield
@@ -77,12 +77,8 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in getattr(model, "layers", ()) if isinstance(layer, nn.Module)]
 
 
-def _looks_up(layer: nn.Module) -> bool:
-    return hasattr(type(layer), "call_with_mask_given")
-
-
-def _looking_up(given: type[nn.Module]) -> type[nn.Module]:
-    """`given`, under its own name, with a call that looks masks up: Python looks calls up in the class alone."""
+def _looking_up(given: type[nn.Module]) -> Callable[..., Any]:
+    """The call of `given`, with masks looked up."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         shared = next((value for value in (*args, *kwargs.values()) if isinstance(value, OwnMask)), None)
@@ -93,6 +89,5 @@ def _looking_up(given: type[nn.Module]) -> type[nn.Module]:
         kwargs = {name: mask if value is shared else value for name, value in kwargs.items()}
         return given.__call__(self, *args, **kwargs)
 
-    names = {"__module__": given.__module__, "__qualname__": given.__qualname__, "__doc__": given.__doc__}
     call.__signature__ = inspect.signature(given.__call__)  # type: ignore[attr-defined]
-    return type(given.__name__, (given,), {**names, "__call__": call, "call_with_mask_given": given.__call__})
+    return call

@@ -6,6 +6,7 @@ the outputs are put together. Nothing changes for a call that crosses no boundar
 """
 
 import inspect
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,23 +14,24 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.installation.own_calls import call_as_given, call_by
 from velox_cache.introspection.query_tap import flat_caches
+
+_WHOLE = "whole_call"
 
 
 def call_in_parts(model: nn.Module) -> None:
     """Have calls of `model` taken apart at the boundaries of the caches that they are given."""
-    if not hasattr(type(model), "whole_call"):
-        model.__class__ = _in_parts(type(model))
+    call_by(model, _WHOLE, _in_parts)
 
 
 def call_whole(model: nn.Module) -> None:
     """Undo `call_in_parts`. Does nothing when it was not called."""
-    if hasattr(type(model), "whole_call"):
-        model.__class__ = type(model).__bases__[0]
+    call_as_given(model, _WHOLE)
 
 
-def _in_parts(whole: type[nn.Module]) -> type[nn.Module]:
-    """`whole`, under its own name, with a call that is taken apart: Python looks calls up in the class alone."""
+def _in_parts(whole: type[nn.Module]) -> Callable[..., Any]:
+    """The call of `whole`, taken apart."""
     signature = inspect.signature(whole.__call__)
     itself = next(iter(signature.parameters))
 
@@ -47,8 +49,7 @@ def _in_parts(whole: type[nn.Module]) -> type[nn.Module]:
             outputs.append(whole.__call__(self, **of_part))
         return mx.concatenate(outputs, axis=1)
 
-    names = {"__module__": whole.__module__, "__qualname__": whole.__qualname__, "__doc__": whole.__doc__}
-    return type(whole.__name__, (whole,), {**names, "__call__": call, "whole_call": whole.__call__})
+    return call
 
 
 def _at_intervals(cache: Any) -> EvictingKVCache | None:
