@@ -14,7 +14,6 @@ from velox_cache.caches.mlx_vlm_protocol import memory_profile
 from velox_cache.caches.padding import padding_first, padding_last
 from velox_cache.caches.rows_read import queries_over
 from velox_cache.caches.sequences import Sequences, extracted, merged, selected
-from velox_cache.caches.snapshots import Snapshots
 from velox_cache.caches.state import pack_state, same_method, unpack_state
 from velox_cache.caches.trimming import Past, has_evicted, interval_of, rollback_of
 from velox_fn.engine import checks
@@ -373,7 +372,7 @@ class EvictingKVCache:
         """Keep only these sequences of the batch, in this order. Raises ValueError for one that is not there."""
         indices = [self._rows.index(f"batch_indices[{i}]", row) for i, row in enumerate(batch_indices)]
         self._finish_rows()
-        self._rows, self._view = selected(self._rows, indices), None
+        self._rows, self._view, self._past = selected(self._rows, indices), None, self._past.of_other_rows()
 
     def extract(self, idx: int) -> Self:
         """Sequence `idx` as an unbatched cache of its own. Raises ValueError for one that is not there."""
@@ -522,8 +521,7 @@ class EvictingKVCache:
         method = quantised(self._method, key_bits=bits, value_bits=bits, group_size=group_size)
         self._finish_rows()
         cache = copy.copy(self)
-        cache._method, cache._past = method, dataclasses.replace(self._past, method=method)
-        cache._past = dataclasses.replace(cache._past, snapshots=Snapshots(self._past.snapshots.most))
+        cache._method, cache._past = method, dataclasses.replace(self._past.of_other_rows(), method=method)
         if self._rows.record is not None:
             record = converted(self._method, self._rows.record, widths_of_method(method))
             cache._rows = dataclasses.replace(self._rows, record=record)
@@ -541,7 +539,8 @@ class EvictingKVCache:
             if not same_method(caches[0]._method, cache._method):
                 given = [f"{one._method.name} {dict(one._method.settings)}" for one in (caches[0], cache)]
                 raise ValueError(f"only caches of one method with one set of settings can share a batch, got {given}")
-        self._past = dataclasses.replace(self._past, can_take_back=0)  # a batch holds no rows aside from before
+        # A batch holds no rows aside from before.
+        self._past = dataclasses.replace(self._past.of_other_rows(), can_take_back=0)
         self._rows, self._view = merged([cache._rows for cache in caches], self._method), None
 
     def _start_last_view(self) -> None:
