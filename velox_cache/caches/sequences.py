@@ -83,6 +83,18 @@ class Sequences:
             checks.countable(offset, count)
         return real
 
+    def padded_to_come(self, lengths: Sequence[int] | None, right_padding: Sequence[int] | None) -> "Sequences":
+        """Before a prefill that is padded on the right: these are the real tokens of each sequence.
+
+        Raises ValueError where there is no count for each.
+        """
+        if lengths is None or not any(padding > 0 for padding in right_padding or ()):
+            return self
+        if len(lengths) != len(self.offsets):
+            raise ValueError(f"lengths has {len(lengths)} entries for a batch of {len(self.offsets)} sequences")
+        counts = tuple(checks.whole_number(f"lengths[{i}]", length, 0) for i, length in enumerate(lengths))
+        return replace(self, lengths=counts)
+
     def advanced(self, record: Any, real: Sequence[int]) -> "Sequences":
         """After an update that took in `real` tokens per sequence."""
         offsets = tuple(offset + count for offset, count in zip(self.offsets, real, strict=True))

@@ -37,6 +37,11 @@ class Past:
         """Of a cache that has seen no token."""
         return cls(method, Snapshots(snapshots), rollback_of(method))
 
+    def of_other_sequences(self, can_take_back: int | None = None) -> "Past":
+        """For a batch of others, which no snapshot shows."""
+        left = self.can_take_back if can_take_back is None else can_take_back
+        return replace(self, snapshots=Snapshots(self.snapshots.most), can_take_back=left)
+
     def before(self, held: Sequences) -> "Past":
         """With `held` kept as a snapshot, where it stands at a boundary."""
         return replace(self, snapshots=self.snapshots.before(held))

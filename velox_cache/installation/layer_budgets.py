@@ -34,11 +34,11 @@ class LayerBudgetKVCache(EvictingKVCache):
         if return_array and N > 1:
             raise ValueError(_ARRAY_MASK)
         mask = super().make_mask(N, window_size=window_size)
-        return OWN_MASK if self._rows.batched else mask
+        return OWN_MASK if self._held.rows.batched else mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
         """As in EvictingKVCache."""
-        mask = super().make_mask(keys.shape[2]) if self._rows.batched else None
+        mask = super().make_mask(keys.shape[2]) if self._held.rows.batched else None
         view = super().update_and_fetch(keys, values)
         self._mask = mask
         return view

@@ -6,7 +6,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.caches.held import MissingQueriesError
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.installation.layer_budgets import (
     LayerBudgetKVCache,
