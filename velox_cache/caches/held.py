@@ -184,7 +184,7 @@ class Held:
     def chosen(self, indices: Sequence[int]) -> "Held":
         """Only these sequences of the batch, in this order."""
         held = self.scored()
-        return replace(held, rows=selected(held.rows, indices))
+        return replace(held, rows=selected(held.rows, indices), past=self.past.of_other_sequences())
 
     def alone(self, index: int) -> "Held":
         """One sequence of the batch, by itself."""
