@@ -90,6 +90,14 @@ class Sequences:
             checks.countable(offset, count)
         return real
 
+    def counts(self, name: str, given: Sequence[int]) -> tuple[int, ...]:
+        """One number for each sequence; () for none. Raises ValueError, naming the argument."""
+        if given and len(given) != len(self.offsets):
+            raise ValueError(
+                f"{name} has {len(given)} entries for a batch of {len(self.offsets)} sequences; give one for each"
+            )
+        return tuple(checks.whole_number(f"{name}[{i}]", count, 0) for i, count in enumerate(given))
+
     def advanced(self, record: Any, real: Sequence[int], n_tokens: int) -> "Sequences":
         """After an update that took in a block of `n_tokens`, `real` of them for each sequence."""
         offsets = tuple(offset + count for offset, count in zip(self.offsets, real, strict=True))
