@@ -1,6 +1,5 @@
 """The one adapter between a method of velox_fn and mlx_lm's cache protocol."""
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -261,11 +260,12 @@ class EvictingKVCache:
         real = self._rows.real_tokens(N)
         if not real:
             raise ValueError("no sequence is left in this batch, so it has no mask; extend it first")
-        if self._rows.ragged or min(real) < N:
-            self._finish_rows()
         rows = self._rows
-        if rows.record is not None:
-            rows = dataclasses.replace(rows, record=self._method.ready(rows.record))
+        if rows.ragged or min(real) < N:
+            self._finish_rows()
+            rows = self._rows
+            if rows.record is not None:
+                rows = dataclasses.replace(rows, record=self._method.ready(rows.record))
         if rows.ragged or min(real) < N:
             return ragged_mask(None if rows.record is None else rows.store, N, real)
         if N == 1:
@@ -502,9 +502,12 @@ class EvictingKVCache:
         What a step leaves is tied to its view, so no graph grows from step to step. A view that attention read is
         computed or under way, and costs nothing here.
         """
-        if self._view is not None:
-            with contextlib.suppress(ValueError):  # inside a graph transformation, where nothing may be evaluated
-                mx.async_eval(*arrays(self._view))  # type: ignore[no-untyped-call]
+        if self._view is None:
+            return
+        try:
+            mx.async_eval(self._view)  # type: ignore[no-untyped-call]
+        except ValueError:  # inside a graph transformation, where nothing may be evaluated
+            return
 
     def _finish_rows(self) -> None:
         """Make up for what an update puts off, for callers that need every row's rank. Raises as below."""

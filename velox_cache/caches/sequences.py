@@ -10,6 +10,7 @@ from velox_fn.engine import batch, checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.half import as_dtype
 from velox_fn.engine.pinned import pinned_by_sequence
+from velox_fn.engine.records import replaced
 from velox_fn.engine.store import Ranges, Store
 
 
@@ -89,7 +90,7 @@ class Sequences:
         lengths = self.lengths
         if lengths is not None:
             lengths = tuple(left - count for left, count in zip(lengths, real, strict=True))
-        after = replace(self, record=record, offsets=offsets, lengths=lengths)
+        after = replaced(self, record=record, offsets=offsets, lengths=lengths)
         return after if lengths is None else _known_offsets(after)
 
     def with_store(self, store: Store) -> "Sequences":
