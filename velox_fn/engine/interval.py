@@ -251,7 +251,7 @@ def _appended(store: Store, keys: mx.array, values: mx.array) -> tuple[Store, Vi
         values=values,
         offset=mx.array(after.seen, mx.int32),
         filled=filled,
-        seen_by_all=after.seen[0],
+        seen_by_all=min(after.seen),  # in lockstep as to boundaries: another may have seen more
         span=after,
     )
     if n_tokens == 1 or not store.widths.packed:
