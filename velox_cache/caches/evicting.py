@@ -1,6 +1,5 @@
 """The one adapter between a method of velox_fn and mlx_lm's cache protocol."""
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -424,9 +423,12 @@ class EvictingKVCache:
         What a step leaves is tied to its view, so no graph grows from step to step. A view that attention read is
         computed or under way, and costs nothing here.
         """
-        if self._view is not None:
-            with contextlib.suppress(ValueError):  # inside a graph transformation, where nothing may be evaluated
-                mx.async_eval(*arrays(self._view))  # type: ignore[no-untyped-call]
+        if self._view is None:
+            return
+        try:
+            mx.async_eval(self._view)  # type: ignore[no-untyped-call]
+        except ValueError:  # inside a graph transformation, where nothing may be evaluated
+            return
 
 
 def _check_evicting(caches: Sequence[Any]) -> None:

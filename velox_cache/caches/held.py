@@ -17,6 +17,7 @@ from velox_fn.engine.eviction import Eviction, check_state
 from velox_fn.engine.half import Widths, cut
 from velox_fn.engine.pinned import Pinned, check_room, pinned_by_sequence, pinned_ranges
 from velox_fn.engine.quantised import converted, quantised, widths_of_method
+from velox_fn.engine.records import replaced
 from velox_fn.engine.rows import View
 
 _Block = TypeVar("_Block", mx.array, mx.array | None)
@@ -95,7 +96,7 @@ class Held:
         else:
             record, view = self.method.update(record, keys, values, valid=valid)
         rows = self.rows.advanced(record, real, n_tokens)
-        return replace(self, rows=rows, past=past.advanced(real), waiting=waiting), view
+        return replaced(self, rows=rows, past=past.advanced(real), waiting=waiting), view
 
     def observed(self, queries: Queries, scale: float, sinks: mx.array | None, others: Mapping[str, Any]) -> "Held":
         """With the block that waits scored by its queries. ValueError for `others`, terms of a softmax not ours."""
