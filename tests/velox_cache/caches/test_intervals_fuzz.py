@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from velox_cache import EvictingKVCache
-from velox_cache.harness.arms import WINDOWS
 from velox_fn import METHODS, Eviction, kept_positions, kv
 from velox_fn.engine.batch import take
 from velox_fn.registry import method_named
@@ -37,8 +36,8 @@ def method_of(name: str, **changes: Any) -> Eviction:
     arrays = needed_arrays(name, H, D)
     if "filters" in method.calibrated:
         arrays["filters"] = random_calibration(1, H, D).filters[0]
-    windows = {window: WINDOW for window in WINDOWS if window in method.settings}
-    return method.make(budget=BUDGET, n_sink=1, **windows, **arrays, **changes)
+    window = {"recent": WINDOW} if method.recent or method.window else {}
+    return method.make(budget=BUDGET, n_sink=1, **window, **arrays, **changes)
 
 
 class IntervalMachine(RuleBasedStateMachine):
