@@ -4,7 +4,6 @@ A model asks one of its caches for a mask and hands the answer to every layer. A
 other layers answers with an `OwnMask`, and each layer's call puts the mask of its own cache in that place.
 """
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.introspection.query_tap import flat_caches
+from velox_cache.introspection.swapped_calls import Call, is_swapped, swap_back, swap_call
 
 Mask = mx.array | str | None
 
@@ -50,49 +50,42 @@ class OwnMask(str):
 def look_up_masks(model: nn.Module) -> None:
     """Have each layer of `model` take the mask of its own cache in the place of an `OwnMask`."""
     for layer in _layers(model):
-        if not _looks_up(layer):
-            layer.__class__ = _looking_up(type(layer))
+        swap_call(layer, _PURPOSE, _looking_up)
 
 
 def take_masks_as_given(model: nn.Module) -> None:
     """Undo `look_up_masks`. Does nothing when it was not called."""
     for layer in _layers(model):
-        if _looks_up(layer):
-            layer.__class__ = type(layer).__bases__[0]
+        swap_back(layer, _PURPOSE)
 
 
 @contextmanager
 def looking_up_masks(model: nn.Module) -> Iterator[None]:
     """`look_up_masks` for the length of a `with`, unless it is done already."""
-    before = [_looks_up(layer) for layer in _layers(model)]
+    before = any(is_swapped(layer, _PURPOSE) for layer in _layers(model))
     look_up_masks(model)
     try:
         yield
     finally:
-        if not any(before):
+        if not before:
             take_masks_as_given(model)
+
+
+_PURPOSE = "own_masks"
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in getattr(model, "layers", ()) if isinstance(layer, nn.Module)]
 
 
-def _looks_up(layer: nn.Module) -> bool:
-    return hasattr(type(layer), "call_with_mask_given")
-
-
-def _looking_up(given: type[nn.Module]) -> type[nn.Module]:
-    """`given`, under its own name, with a call that looks masks up: Python looks calls up in the class alone."""
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _looking_up(call: Call) -> Call:
+    def looking_up(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         shared = next((value for value in (*args, *kwargs.values()) if isinstance(value, OwnMask)), None)
         if shared is None:
-            return given.__call__(self, *args, **kwargs)
+            return call(self, *args, **kwargs)
         mask = shared.of([*args, *kwargs.values()])
         args = tuple(mask if value is shared else value for value in args)
         kwargs = {name: mask if value is shared else value for name, value in kwargs.items()}
-        return given.__call__(self, *args, **kwargs)
+        return call(self, *args, **kwargs)
 
-    names = {"__module__": given.__module__, "__qualname__": given.__qualname__, "__doc__": given.__doc__}
-    call.__signature__ = inspect.signature(given.__call__)  # type: ignore[attr-defined]
-    return type(given.__name__, (given,), {**names, "__call__": call, "call_with_mask_given": given.__call__})
+    return looking_up

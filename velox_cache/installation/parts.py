@@ -14,41 +14,41 @@ import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.query_tap import flat_caches
+from velox_cache.introspection.swapped_calls import Call, swap_back, swap_call
 
 
 def call_in_parts(model: nn.Module) -> None:
     """Have calls of `model` taken apart at the boundaries of the caches that they are given."""
-    if not hasattr(type(model), "whole_call"):
-        model.__class__ = _in_parts(type(model))
+    swap_call(model, _PURPOSE, _in_parts)
 
 
 def call_whole(model: nn.Module) -> None:
     """Undo `call_in_parts`. Does nothing when it was not called."""
-    if hasattr(type(model), "whole_call"):
-        model.__class__ = type(model).__bases__[0]
+    swap_back(model, _PURPOSE)
 
 
-def _in_parts(whole: type[nn.Module]) -> type[nn.Module]:
-    """`whole`, under its own name, with a call that is taken apart: Python looks calls up in the class alone."""
-    signature = inspect.signature(whole.__call__)
+_PURPOSE = "parts"
+
+
+def _in_parts(whole: Call) -> Call:
+    signature = inspect.signature(whole)
     itself = next(iter(signature.parameters))
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def in_parts(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(self, *args, **kwargs).arguments
         del arguments[itself]
         tokens, cache = next(iter(arguments.values())), _at_intervals(arguments.get("cache"))
         n_tokens = tokens.shape[1] if tokens.ndim > 1 else 1
         parts = (n_tokens,) if cache is None or n_tokens == 1 else cache.parts(n_tokens)
         if len(parts) == 1:
-            return whole.__call__(self, *args, **kwargs)
+            return whole(self, *args, **kwargs)
         outputs = []
         for start, stop in pairwise(accumulate(parts, initial=0)):
             of_part = {name: _part(name, value, n_tokens, start, stop) for name, value in arguments.items()}
-            outputs.append(whole.__call__(self, **of_part))
+            outputs.append(whole(self, **of_part))
         return mx.concatenate(outputs, axis=1)
 
-    names = {"__module__": whole.__module__, "__qualname__": whole.__qualname__, "__doc__": whole.__doc__}
-    return type(whole.__name__, (whole,), {**names, "__call__": call, "whole_call": whole.__call__})
+    return in_parts
 
 
 def _at_intervals(cache: Any) -> EvictingKVCache | None:
