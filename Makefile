@@ -9,13 +9,17 @@ INSTALLED := .venv/.installed
 MKL := $(CURDIR)/.venv/lib/libmkl_rt.so.3
 PRELOAD := if [ -e "$(MKL)" ]; then export LD_PRELOAD="$(MKL)"; fi;
 
-.PHONY: demo test test-all test-oldest check lint types docs dist install bench bench-peers clean
+.PHONY: demo test test-all test-oldest test-vlm check lint types docs dist install bench bench-peers clean
 
 demo: $(INSTALLED)
 	@$(PRELOAD) $(BIN)/velox demo
 
+# Tests of one file share what they have set up: files are dealt out whole. One worker: make test WORKERS=0
+WORKERS ?= 2
+FAST := -m "not slow and not real_model" -n $(WORKERS) --dist loadfile
+
 test: $(INSTALLED)
-	@$(PRELOAD) $(BIN)/pytest -m "not slow and not real_model"
+	@$(PRELOAD) $(BIN)/pytest $(FAST)
 
 test-all: $(INSTALLED)
 	@$(PRELOAD) $(BIN)/pytest
@@ -23,13 +27,23 @@ test-all: $(INSTALLED)
 # The fast tests with the lowest versions that pyproject allows of what Velox KV needs to run, in an environment of their own.
 OLDEST := .venv-oldest
 test-oldest: $(OLDEST)/.installed
-	@$(PRELOAD) $(OLDEST)/bin/pytest -m "not slow and not real_model"
+	@$(PRELOAD) $(OLDEST)/bin/pytest $(FAST)
 
 $(OLDEST)/.installed: pyproject.toml tests/packaging/lowest_bounds.py
 	@$(PYTHON) -m venv $(OLDEST)
 	@$(OLDEST)/bin/pip install --quiet --disable-pip-version-check packaging
 	@$(OLDEST)/bin/python tests/packaging/lowest_bounds.py > $(OLDEST)/lowest.txt
 	@$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/lowest.txt -e '.[test]'
+	@touch $@
+
+# Vision models of mlx-vlm, which the other tests do not need, in an environment of their own.
+VLM := .venv-vlm
+test-vlm: $(VLM)/.installed
+	@$(PRELOAD) $(VLM)/bin/pytest tests/vlm
+
+$(VLM)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(VLM)
+	@$(VLM)/bin/pip install --quiet --disable-pip-version-check -e '.[test,vlm]'
 	@touch $@
 
 check: lint types test
@@ -78,5 +92,5 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-peers .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-oldest .venv-vlm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,13 +33,17 @@ from velox_fn.methods.expected_attention import expected_attention
 from velox_fn.methods.fusion import fusion
 from velox_fn.methods.h2o import h2o
 from velox_fn.methods.keydiff import keydiff
+from velox_fn.methods.keyformer import keyformer
 from velox_fn.methods.l2norm import l2norm
+from velox_fn.methods.lagkv import lagkv
 from velox_fn.methods.learned import learned
+from velox_fn.methods.morphkv import morphkv
 from velox_fn.methods.qfilters import QFiltersState, qfilters, qfilters_init, qfilters_update
 from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
 from velox_fn.methods.streaming_llm import streaming_llm
 from velox_fn.methods.tova import tova
+from velox_fn.methods.triattention import triattention
 from velox_fn.registry import METHODS, all_methods, register, unregister
 from velox_fn.version import __version__
 
@@ -86,10 +90,13 @@ __all__ = [
     "kept_bytes",
     "kept_positions",
     "keydiff",
+    "keyformer",
     "kv",
     "l2norm",
+    "lagkv",
     "learned",
     "leverage_scores",
+    "morphkv",
     "observe_rows",
     "pinned_state",
     "pinning",
@@ -112,6 +119,7 @@ __all__ = [
     "static_eviction",
     "streaming_llm",
     "tova",
+    "triattention",
     "unregister",
     "with_arrays",
 ]

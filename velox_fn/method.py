@@ -13,7 +13,7 @@ from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.pinned import pinning
 from velox_fn.engine.quantised import NO_WIDTHS, quantised
 
-ROPES = (None, "to renumber", "when read")
+ROPES = (None, "to renumber", "when read", "always")
 PLACES = ("layer", "first_head")
 _OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, "pinned": (), **NO_WIDTHS})
 """Settings that are added to a factory that does not take them, with their defaults."""
@@ -35,7 +35,7 @@ class Method:
     factory: Callable[..., Eviction]
     calibrated: tuple[str, ...] = ()
     """The arguments that come from a calibration, arrays [H,...] of one layer: among filters, mean_keys, query_mean,
-    query_cov, weights, means, deviations, and those of `methods.learned.LEARNED`."""
+    query_cov, query_centres, weights, means, deviations, and those of `methods.learned.LEARNED`."""
     needs_calibration: bool = False
     """It can do nothing without them."""
     guesses: bool = False
@@ -43,7 +43,9 @@ class Method:
     fuses: bool = False
     """Its settings `terms` and `combine` say which columns of means, deviations and weights it takes, as in fusion."""
     recent: bool = False
-    """It has the setting `recent`, which `install` may set where the user does not."""
+    """It has a setting of the name `recent`, which `install` sets where the user does not."""
+    window: str | None = None
+    """Its own name for `recent`, as in its paper, where it has one. `make` takes either."""
     recent_share: float | None = None
     """The share of the budget that `install` sets `recent` to; None, that of most methods."""
     rollback: bool = False
@@ -52,7 +54,7 @@ class Method:
     """Those of "layer" and "first_head" that it takes: where in the whole model a cache stands."""
     rope: str | None = None
     """When it takes `rope`, the model's rotary embedding: "to renumber", with its setting renumber=True; "when read",
-    without a calibration and where it can be read; None, never."""
+    without a calibration and where it can be read; "always"; None, never."""
     reads_values: bool = False
     """It scores a row by its value too, and so not where none is cached (latent attention)."""
     pools_heads: bool = False
@@ -72,7 +74,9 @@ class Method:
             )
         flags = {"recent": self.recent, "rollback": self.rollback, "rope": self.rope is not None}
         fused = ("terms", "combine") if self.fuses else ()
-        told = ("budget", *self.calibrated, *self.place, *fused, *(name for name, has in flags.items() if has))
+        windows = (self.window,) if self.window is not None else ()
+        flagged = (name for name, has in flags.items() if has)
+        told = ("budget", *self.calibrated, *self.place, *fused, *windows, *flagged)
         unknown = [name for name in self.place if name not in PLACES]
         if unknown:
             raise ValueError(f"place holds some of {', '.join(PLACES)}, got {', '.join(unknown)}")
@@ -108,14 +112,28 @@ class Method:
         own = {name: default for name, default in self.defaults.items() if name not in filled}
         return MappingProxyType({**own, **{name: own.get(name, default) for name, default in _OF_EVERY_METHOD.items()}})
 
+    def own_names(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """`settings` under the factory's names: `recent` is the name of the latest rows that stay in every method.
+
+        Raises:
+            ValueError: they hold `recent` and the method's own name for it.
+        """
+        named = dict(settings)
+        if self.window is not None and "recent" in named:
+            if self.window in named:
+                raise ValueError(f"recent and {self.window} are two names of one setting of {self.label}; give one")
+            named[self.window] = named.pop("recent")
+        return named
+
     def make(self, **arguments: Any) -> Eviction:
         """The Eviction with these arguments. Those of every method (`interval`, `pinned`, `key_bits`, `value_bits`,
-        `group_size`) may be among them also where the factory does not take them.
+        `group_size`) may be among them also where the factory does not take them, and `recent` for its own name.
 
         Raises:
             ValueError: as the factory does; or what it returns cannot be made anew from its name and settings, as
                 loading a saved cache does.
         """
+        arguments = self.own_names(arguments)
         added = {
             name: arguments.pop(name, default)
             for name, default in _OF_EVERY_METHOD.items()

@@ -19,13 +19,17 @@ from velox_fn.methods.expected_attention import expected_attention
 from velox_fn.methods.fusion import PER_TERM, fusion
 from velox_fn.methods.h2o import h2o
 from velox_fn.methods.keydiff import keydiff
+from velox_fn.methods.keyformer import keyformer
 from velox_fn.methods.l2norm import l2norm
+from velox_fn.methods.lagkv import lagkv
 from velox_fn.methods.learned import LEARNED, RECENT_SHARE, learned
+from velox_fn.methods.morphkv import morphkv
 from velox_fn.methods.qfilters import qfilters
 from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
 from velox_fn.methods.streaming_llm import streaming_llm
 from velox_fn.methods.tova import tova
+from velox_fn.methods.triattention import triattention
 
 _ENTRIES = (
     Method(name="qfilters", factory=qfilters, calibrated=("filters",), guesses=True, recent=True, rollback=True),
@@ -48,10 +52,13 @@ _ENTRIES = (
         rollback=True,
     ),
     Method(name="curdkv", factory=curdkv, recent=True, reads_values=True),
-    Method(name="h2o", factory=h2o, rope="to renumber"),
+    Method(name="h2o", factory=h2o, window="grace", rope="to renumber"),
     Method(name="tova", factory=tova, pools_heads=True),
-    Method(name="snapkv", factory=snapkv),
+    Method(name="snapkv", factory=snapkv, window="obs_window"),
+    Method(name="keyformer", factory=keyformer, recent=True, recent_share=0.25, place=("layer", "first_head")),
+    Method(name="morphkv", factory=morphkv, window="obs_window"),
     Method(name="cur", factory=cur, recent=True, reads_values=True),
+    Method(name="lagkv", factory=lagkv, reads_values=True),
     Method(name="l2norm", factory=l2norm, recent=True, rollback=True),
     Method(name="keydiff", factory=keydiff, calibrated=("mean_keys",), recent=True, rollback=True),
     Method(
@@ -63,6 +70,14 @@ _ENTRIES = (
         rope="when read",
         reads_values=True,
     ),
+    Method(
+        name="triattention",
+        factory=triattention,
+        calibrated=("query_centres",),
+        needs_calibration=True,
+        recent=True,
+        rope="always",
+    ),
     Method(name="streaming_llm", factory=streaming_llm, rollback=True, rope="to renumber"),
     Method(name="random", factory=random_eviction, recent=True, rollback=True, place=("layer", "first_head")),
 )
@@ -72,9 +87,10 @@ METHODS: Mapping[str, Callable[..., Eviction]] = Named(
     """The factories of the built-in methods by name, such as METHODS["h2o"](budget=512): each returns an `Eviction`.
 
     Common arguments, as far as a factory takes them. budget: most rows kept per KV head, sinks and recent ones
-    included. n_sink: leading tokens that always stay. recent: trailing tokens that always stay. rollback: tokens that
-    can be taken back after evictions. interval: rows leave only at multiples of so many tokens. All of them are whole
-    numbers, and raise ValueError where they cannot work, as when n_sink + recent leave no row of the budget free.
+    included. n_sink: leading tokens that always stay. recent: trailing tokens that always stay; `install` and
+    `Method.make` take it for h2o's grace and snapkv's obs_window too. rollback: tokens that can be taken back after
+    evictions. interval: rows leave only at multiples of so many tokens. All of them are whole numbers, and raise
+    ValueError where they cannot work, as when n_sink + recent leave no row of the budget free.
 
     The Eviction takes in keys [B,H,S,D], values [B,H,S,D_v] and queries [B,H_q,S,D], after RoPE, in the model's dtype.
     Methods of your own: `register`; those and these: `all_methods`.

@@ -32,7 +32,9 @@ def plain_logits(architecture: str, split: str) -> np.ndarray:
     return run(model_of(architecture), SPLITS[split])[0]
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(
+    "split", ["in chunks", *(pytest.param(split, marks=pytest.mark.slow) for split in SPLITS if split != "in chunks")]
+)  # in chunks: a block from nothing, a token, and a block after rows
 @pytest.mark.parametrize("architecture", BOUNDED)
 def test_logits_are_the_plain_caches_bit_for_bit(architecture: str, split: str) -> None:
     with installed(architecture, budget=BUDGET) as model:

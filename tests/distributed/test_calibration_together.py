@@ -45,7 +45,9 @@ def test_statistics_equal_those_of_one_process(calibrations, spread, n_texts):
     for rank in calibrations(spread, n_texts):
         for found, expected in zip(rank.statistics, alone.statistics, strict=True):
             for name, array in found.arrays().items():
-                np.testing.assert_allclose(array, getattr(expected, name), atol=2e-6)
+                # A regression's weights move by more than the rounding of its sums.
+                rtol = 1e-4 if name.startswith("score_") else 1e-7
+                np.testing.assert_allclose(array, getattr(expected, name), rtol=rtol, atol=2e-6)
 
 
 @pytest.mark.parametrize("n_texts", N_TEXTS)

@@ -25,7 +25,10 @@ def kept(name, heads, **arguments):
     small = {"budget": 16, "obs_window": 4, "grace": 2}
     factory = method_factory(name)
     known = factory.__kwdefaults__ or {}
-    arguments |= {argument: array[heads] for argument, array in needed_arrays(name, H, D).items()}
+    arguments |= {
+        argument: array[heads] if isinstance(array, mx.array) else array
+        for argument, array in needed_arrays(name, H, D).items()
+    }
     method = factory(**{name: value for name, value in small.items() if name in known}, **arguments)
     of_queries = slice(2 * heads.start, 2 * heads.stop)
     state = method.init(1, heads.stop - heads.start, D)

@@ -4,12 +4,13 @@ A method registered in velox_fn.registry.METHODS is tested by being registered: 
 arguments only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from velox_fn import METHODS, Eviction, RopeSpec
 from velox_fn.registry import BUILT_IN
@@ -34,6 +35,7 @@ _LEARNED = {
     "score_value_squares": 0.3 * _OF_VALUES[1],
     "score_age": mx.linspace(0, 1.5, H),
 }
+_CENTRES = mx.array(1 + _rng.standard_normal((H, 2, 3, D // 2)).astype(np.float32))
 _COVARIANCES = mx.broadcast_to(mx.eye(D), (H, D, D))
 
 ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
@@ -74,6 +76,10 @@ ARGUMENTS: Mapping[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "h2o": (("", {"grace": 4}), ("renumbered", {"grace": 4, "renumber": True, "rope": _ROPE})),
     "streaming_llm": (("", {}), ("renumbered", {"renumber": True, "rope": _ROPE})),
     "snapkv": (("", {"obs_window": 4, "kernel": 3}),),
+    "keyformer": (("", {"recent": 4, "rise": 8}),),
+    "lagkv": (("", {"lag": 3}),),
+    "morphkv": (("", {"obs_window": 4}),),
+    "triattention": (("", {"query_centres": _CENTRES, "rope": _ROPE}),),
     "curdkv": (("block", {}), ("token", {"granularity": "token"}), ("recent", {"recent": 4, "rank_cap": 2})),
     "keydiff": (("running", {}), ("calibrated", {"mean_keys": _FILTERS})),
     "expected_attention": (
@@ -118,3 +124,11 @@ CASES = [
 ]
 AS_STORED = [case for case in CASES if not case.arguments.get("renumber")]  # attention sees the rows themselves
 STATIC = [case for case in CASES if case.make().static]
+
+
+def by_proxy_and_queries(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    """Each case with its keys in the place of queries, and with queries where it reads them: (case, proxy)."""
+    given = [(case, proxy) for case in cases for proxy in (True, False) if proxy or case.make().needs_queries]
+    return pytest.mark.parametrize(
+        ("case", "proxy"), given, ids=[f"{case}-{'proxy' if proxy else 'queries'}" for case, proxy in given]
+    )

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import BUDGET, CASES, D_V, Case, D, H
+from cases import BUDGET, CASES, D_V, Case, D, H, by_proxy_and_queries
 
 import velox_fn
 from velox_fn import compiled, streaming_llm
@@ -30,8 +30,7 @@ def fed(step: Any, state: Any, n_prompt: int, proxy: bool) -> tuple[list[int], A
 
 
 @pytest.mark.parametrize("n_prompt", [0, BUDGET - 6], ids=["from the first token", "after a prompt"])
-@pytest.mark.parametrize("proxy", [False, True], ids=["queries", "proxy"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_proxy_and_queries(CASES)
 def test_a_compiled_step_gives_what_the_step_gives_at_every_fill(case: Case, proxy: bool, n_prompt: int) -> None:
     method = case.make()
     calls = 0

@@ -27,7 +27,6 @@ DIRECTIONS = {"filters", "mean_keys", "query_mean"}  # calibrated arrays as wide
 every_method = pytest.mark.parametrize("case", CASES, ids=str)
 every_method_that_shows_rows_as_stored = pytest.mark.parametrize("case", AS_STORED, ids=str)
 every_static_method = pytest.mark.parametrize("case", STATIC, ids=str)
-with_queries_or_proxy = pytest.mark.parametrize("proxy", [True, False], ids=["proxy", "queries"])
 
 
 @every_method
@@ -59,8 +58,9 @@ def test_large_keys_do_not_overflow(case):
 @pytest.mark.parametrize("calls", [[2], [1, 1], [1, 1, 1, 1]], ids=str)
 def test_a_budget_of_one_row_keeps_one_row(case, calls):
     # field case 21
-    window = 1 if "obs_window" in case.arguments else 0  # such a window is of one row at least
-    method = case.make(budget=1 + window, n_sink=0, recent=0, grace=0, obs_window=window, rollback=0)
+    windows = {name: 1 for name in ("obs_window", "lag") if name in case.arguments}  # these are of one row at least
+    window = len(windows)
+    method = case.make(budget=1 + window, n_sink=0, recent=0, grace=0, rollback=0, **windows)
     state = fed(method, block(4), calls)
     assert positions(state).shape[2] == (min(1 + window, sum(calls)) if sum(calls) >= case.warm_up else sum(calls))
 

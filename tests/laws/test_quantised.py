@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import ARGUMENTS, Case
+from cases import ARGUMENTS, Case, by_proxy_and_queries
 
 from velox_fn import METHODS, Eviction, arrays, attend, dequantised, kept_bytes, kept_positions, kv, quantised
 from velox_fn.engine import batch
@@ -15,11 +15,14 @@ from velox_fn.testing.trials import begun, bits, cut_out, positions
 
 LAYER = Layer(head_dim=32, value_dim=64)
 WIDTHS = ((8, 8), (8, 4), (None, 2), (3, None))
+FEW_WIDTHS = [pair if pair == (3, None) else pytest.param(*pair, marks=pytest.mark.slow) for pair in WIDTHS]
 
 
 def wide(array: mx.array) -> mx.array:
     """A calibrated array of the laws' narrow heads, for the heads here."""
     widths = {8: LAYER.head_dim, 6: LAYER.value_dim}
+    if array.ndim == 4:  # of pairs of dimensions
+        return mx.tile(array, LAYER.head_dim // 8)
     if array.ndim < 2 or array.shape[-1] not in widths:
         return array
     rng = np.random.default_rng(5)
@@ -43,6 +46,10 @@ CASES = [
 ]
 STATIC = [case for case in CASES if case.make().static]
 every_method = pytest.mark.parametrize("case", CASES, ids=str)
+FORMS = {case.method: case for case in reversed(CASES)}  # the first of each method; its other forms store rows alike
+every_method_once = pytest.mark.parametrize(
+    "case", [case if case in FORMS.values() else pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids=str
+)
 every_static = pytest.mark.parametrize("case", STATIC, ids=str)
 
 
@@ -63,7 +70,7 @@ def expected(half: mx.array, n_bits: int | None) -> mx.array:
 
 @every_static
 @pytest.mark.parametrize("interval", [1, 8])
-@pytest.mark.parametrize(("key_bits", "value_bits"), WIDTHS)
+@pytest.mark.parametrize(("key_bits", "value_bits"), FEW_WIDTHS)
 def test_static_methods_keep_the_rows_that_they_keep_unquantised(
     case: Case, key_bits: int | None, value_bits: int | None, interval: int
 ) -> None:
@@ -92,9 +99,8 @@ def test_the_kept_set_does_not_depend_on_the_calls(case: Case, calls: list[int])
     assert np.array_equal(positions(fed(case.make(), tokens, [80])), positions(fed(packed(case), tokens, calls)))
 
 
-@every_method
+@by_proxy_and_queries(CASES)
 @pytest.mark.parametrize("interval", [1, 8])
-@pytest.mark.parametrize("proxy", [True, False], ids=["proxy", "queries"])
 def test_a_kept_row_is_the_token_quantised_once(case: Case, interval: int, proxy: bool) -> None:
     if interval > 1 and case.arguments.get("rollback"):
         return
@@ -106,7 +112,7 @@ def test_a_kept_row_is_the_token_quantised_once(case: Case, interval: int, proxy
         assert np.array_equal(bits(expected(mx.take_along_axis(given, at, axis=2), n_bits)), bits(kept))
 
 
-@every_method
+@every_method_once
 @pytest.mark.parametrize("interval", [1, 8])
 def test_a_sequence_of_a_ragged_batch_keeps_what_it_keeps_alone(case: Case, interval: int) -> None:
     if interval > 1 and case.arguments.get("rollback"):
@@ -147,7 +153,7 @@ def test_padding_is_neither_kept_nor_scored(case: Case) -> None:
     assert all(mx.isfinite(half).all().item() for half in kv(state))
 
 
-@every_method
+@every_method_once
 @pytest.mark.parametrize(
     "law",
     [
@@ -194,7 +200,7 @@ def test_a_view_of_one_token_shows_the_rows_as_stored_and_of_several_the_block_a
         assert {row.tobytes() for row in bits(half[0, 0, :-9])} == {row.tobytes() for row in bits(kept[0, 0])}
 
 
-@every_method
+@every_method_once
 def test_a_step_writes_no_more_than_its_row(case: Case) -> None:
     tokens, method = tokens_of(300, seed=2), packed(case)
     state = fed(method, tokens, [200, 1, 1])

@@ -5,7 +5,7 @@ import mlx.core as mx
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.score_choice import FEATURES, ScoreChoice
 from velox_cache.calibration.statistics import LayerStatistics
-from velox_fn import SCORERS
+from velox_fn import SCORERS, RopeSpec
 from velox_fn.methods.fusion import TERMS, term_names
 from velox_fn.registry import method_named
 
@@ -32,11 +32,12 @@ def random_calibration(n_layers=2, n_heads=2, head_dim=8):
                 score_value_squares=normal(layer, 8, head_dim),
                 score_age=mx.abs(normal(layer, 9)),
                 score_correlation=mx.ones((n_heads,)),
+                query_centres=1 + normal(layer, 10, 2, 3, head_dim // 2),
             )
             for layer in range(n_layers)
         ],
         terms=tuple(SCORERS),
-        scores=ScoreChoice(FEATURES[-1], 0.1, (1.0, 1.0)),
+        scores=ScoreChoice(FEATURES[-1], 0.1),
     )
 
 
@@ -58,4 +59,6 @@ def needed_arrays(method, n_heads=2, head_dim=8):
         "means": statistics.term_means[:, columns],
         "deviations": statistics.term_deviations[:, columns],
     }
-    return {name: known[name] for name in method_named(method).calibrated if name in known}
+    taken = {name: known[name] for name in method_named(method).calibrated if name in known}
+    rope = {"rope": RopeSpec(dims=head_dim)} if method_named(method).rope == "always" else {}
+    return taken | rope

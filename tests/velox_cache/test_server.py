@@ -184,7 +184,7 @@ def test_layers_with_budgets_of_their_own_are_served_together(folder: Path, tmp_
     budgets = vc.pyramid_budgets(model, BUDGET)
     vc.install(model, "l2norm", budget=budgets)
     prompts = [words(length, 40 + length) for length in (60, 9, 100)]
-    options = ["--method", "l2norm", "--budget", str(BUDGET), "--layer-budgets", "pyramid"]
+    options = ["--method", "l2norm", "--budget", str(BUDGET), "--layer-shares", "pyramid"]
     with running(folder, tmp_path / "log.txt", *options) as started:
         with ThreadPoolExecutor(3) as pool:
             assert list(pool.map(started.text, prompts)) == [continued(model, tokenizer, prompt) for prompt in prompts]
@@ -320,7 +320,7 @@ def test_request_that_fails_fails_alone(
         assert server.text("after") == computed_alone("after")
 
 
-@pytest.mark.parametrize("kind", ["batched", "alone"])
+@pytest.mark.parametrize("kind", ["batched", pytest.param("alone", marks=pytest.mark.slow)])
 def test_whatever_a_cache_raises_fails_no_other_request(
     folder: Path, tmp_path: Path, kind: str, computed_alone: Callable[..., str]
 ) -> None:
@@ -338,8 +338,14 @@ def test_whatever_a_cache_raises_fails_no_other_request(
         assert f"{call} fails" in log.read_text()
 
 
-@pytest.mark.parametrize("kind", ["batched", "alone"])
-@pytest.mark.parametrize("method", ["qfilters", "l2norm"])  # whose key-SVD has a warm-up, and which has none
+@pytest.mark.parametrize(
+    ("kind", "method"),  # whose key-SVD has a warm-up, and which has none
+    [
+        ("batched", "qfilters"),
+        ("alone", "l2norm"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("batched", "l2norm"), ("alone", "qfilters"))),
+    ],
+)
 def test_cache_that_cannot_be_taken_back_so_far_is_recomputed(
     folder: Path, tmp_path: Path, kind: str, method: str
 ) -> None:
@@ -435,7 +441,11 @@ def test_log_says_what_was_installed(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("options", "asked"),
-    [([], {}), (["--kv-bits", "8"], {}), ([], {"seed": 3})],  # the last two are served one at a time
+    [  # the last two are served one at a time
+        ([], {}),
+        pytest.param(["--kv-bits", "8"], {}, marks=pytest.mark.slow),
+        ([], {"seed": 3}),
+    ],
     ids=["batched", "kv_bits", "seed"],
 )
 def test_byte_limit_of_the_prompt_cache_holds(

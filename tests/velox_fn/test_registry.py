@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 import velox_fn
+from metal_src import metal_available
 from velox_fn import METHODS, SCORERS, Method, all_methods, register, static_eviction, unregister
 from velox_fn.methods.learned import LEARNED
 from velox_fn.registry import BUILT_IN, method_named
@@ -35,7 +36,17 @@ def test_the_facts_of_a_built_in_method_are_all_that_its_arguments_offer(name):
     assert ("recent" in taken, "rollback" in taken) == (method.recent, method.rollback)
     assert [place for place in ("layer", "first_head") if place in taken] == list(method.place)
     assert ("rope" in taken) == (method.rope is not None)
-    arrays = {"filters", "mean_keys", "query_mean", "query_cov", "weights", "means", "deviations", *LEARNED}
+    arrays = {
+        "filters",
+        "mean_keys",
+        "query_mean",
+        "query_cov",
+        "query_centres",
+        "weights",
+        "means",
+        "deviations",
+        *LEARNED,
+    }
     assert set(method.calibrated) == arrays & set(taken)
 
 
@@ -176,3 +187,33 @@ def test_a_method_s_module_can_be_imported_by_its_path() -> None:
 
     assert inspect.ismodule(module)
     assert module.fusion is METHODS["fusion"]
+
+
+@pytest.mark.parametrize(("name", "own"), [("h2o", "grace"), ("snapkv", "obs_window"), ("l2norm", "recent")])
+def test_recent_is_the_name_of_the_latest_rows_that_stay_in_every_method(name, own):
+    made = method_named(name).make(budget=64, recent=24)
+    assert made.settings[own] == 24
+    assert made.init(1, 2, 8).store.recent == 24
+
+
+def test_one_setting_is_not_given_by_two_names():
+    with pytest.raises(ValueError, match="recent and grace are two names of one setting of h2o"):
+        method_named("h2o").make(budget=64, recent=24, grace=8)
+
+
+def test_a_method_without_such_rows_takes_no_recent():
+    with pytest.raises(TypeError, match="recent"):
+        method_named("tova").make(budget=64, recent=24)
+
+
+def test_a_window_is_an_argument_of_the_factory():
+    with pytest.raises(ValueError, match="takes no argument grace"):
+        Method(name="short", factory=METHODS["l2norm"], window="grace")
+
+
+@pytest.mark.skipif(metal_available(), reason="asks for what is not here")
+@pytest.mark.parametrize("name", ["qfilters", "fusion", "learned", "l2norm", "keydiff", "expected_attention", "random"])
+def test_every_method_whose_eviction_may_take_metal_has_the_switch(name):
+    assert "use_metal_kernels" in BUILT_IN[name].settings
+    with pytest.raises(ValueError, match=r"needs MLX on an Apple GPU|needs mean_keys|needs query_mean"):
+        METHODS[name](use_metal_kernels=True)

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.known_methods import known_methods, method_named
-from velox_fn import Eviction
+from velox_fn import Eviction, RopeSpec
 from velox_fn.methods.fusion import TERMS, term_names
 from velox_fn.methods.learned import OF_ROWS
 
@@ -60,7 +60,10 @@ def method(name: str, shape: Shape, budget: int, **settings: Any) -> Eviction:
     moments = mx.ones((n_heads, len(term_names(TERMS))))
     calibrated = {"filters": filters, "mean_keys": filters, "means": moments, "deviations": moments}
     calibrated |= {**dict.fromkeys(OF_ROWS, filters), "score_age": mx.ones((n_heads,))}
+    calibrated["query_centres"] = mx.ones((n_heads, 1, 3, head_dim // 2))
     known = method_named(name)
+    if known.rope == "always":
+        settings = {"rope": RopeSpec(dims=head_dim), **settings}
     taken = {key: value for key, value in calibrated.items() if key in known.calibrated}
     return known.make(budget=budget, **taken, **settings)
 

@@ -13,6 +13,7 @@ from velox_cache.bench.arms import Cache, Shape, caches, decode_step, method, pe
 from velox_cache.bench.rounds import Call, Comparison, compare
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.caches.prompt_file import load_prompt_cache, save_prompt_cache
+from velox_cache.known_methods import known_methods
 from velox_fn import METHODS, fused_evict, leverage_scores, query_gram_init, query_gram_update
 from velox_fn.engine import select
 from velox_fn.engine.attention import attention_mass, observe_rows
@@ -102,10 +103,14 @@ def decode_at_intervals(shape: Shape, budget: int, rounds: int) -> Comparison:
 def decode_row_scored(shape: Shape, budget: int, rounds: int) -> Iterator[Comparison]:
     """One token, methods that score every row anew, each beside the part of the computation that it must do."""
     made = caches(shape, budget, static=False)
+    known = known_methods()
+    by_queries = {name for name in known if method(name, shape, budget).needs_queries}
     steps = {label: decode_step(make, shape, budget + 2) for label, make in made.items()}
+    of_their_own = ("expected_attention", "curdkv")
+    others = {name: name in by_queries for name in made if name in known and name not in of_their_own}
     beside: tuple[tuple[str, Call, tuple[str, ...]], ...] = (
-        ("attention weights", _attention_weights(shape, budget), ("h2o", "tova", "snapkv")),
-        ("norms of all rows", _norms(shape, budget), ("cur",)),
+        ("attention weights", _attention_weights(shape, budget), tuple(name for name, has in others.items() if has)),
+        ("norms of all rows", _norms(shape, budget), tuple(name for name, has in others.items() if not has)),
         ("quadratic form of all keys", _quadratic_form(shape, budget), ("expected_attention",)),
         ("eigen-solve", _eigen_solve(shape), ("curdkv",)),
     )

@@ -3,16 +3,17 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
 
 from velox_cache.caches import accounting
 from velox_cache.caches.masks import causal_array, ragged_mask
+from velox_cache.caches.mlx_vlm_protocol import memory_profile
+from velox_cache.caches.padding import padding_first, padding_last
 from velox_cache.caches.rows_read import queries_over
 from velox_cache.caches.sequences import Sequences, extracted, merged, selected
-from velox_cache.caches.snapshots import Snapshots
 from velox_cache.caches.state import pack_state, same_method, unpack_state
 from velox_cache.caches.trimming import Past, has_evicted, interval_of, rollback_of
 from velox_fn.engine import checks
@@ -36,6 +37,7 @@ class _Unobserved:
     """A block that is in the cache and waits for its queries."""
 
     valid: Any
+    padding: tuple[int, ...]  # that comes first in the block, per sequence
 
 
 class EvictingKVCache:
@@ -87,7 +89,8 @@ class EvictingKVCache:
                 "by one, and none could keep rows aside by itself; give the method its filters, or use rollback=0"
             )
         n_tokens = keys.shape[2]
-        real = rows.real_tokens(n_tokens)
+        real, padding = rows.real_tokens(n_tokens), rows.padding_first(n_tokens)
+        keys, values = padding_last(keys, padding), padding_last(values, padding)
         valid: Any = None if min(real) == n_tokens else mx.array(real, mx.int32)
         if record.store.span is not None:  # boundaries are known on the host
             valid = None if valid is None else real
@@ -95,10 +98,10 @@ class EvictingKVCache:
         observation = self._method.observation
         if self._true_queries and observation is not None:
             record, view = observation.land(record, keys, values, valid)
-            self._unobserved = _Unobserved(valid)
+            self._unobserved = _Unobserved(valid, padding)
         else:
             record, view = self._method.update(record, keys, values, valid=valid)
-        self._rows, self._view = rows.advanced(record, real), view
+        self._rows, self._view = rows.advanced(record, real, n_tokens), view
         self._past = self._past.advanced(real)
         return view
 
@@ -125,6 +128,9 @@ class EvictingKVCache:
         """
         if self._unobserved is None or self._view is None or self._method.observation is None:
             return output
+        waiting = self._unobserved
+        queries = padding_last(queries, waiting.padding)
+        mask = None if mask is None else padding_last(mask, waiting.padding)
         over = queries_over(self._view, self._widths, queries, keys, values, mask)
         if over is None:
             return output
@@ -133,7 +139,7 @@ class EvictingKVCache:
                 f"this model's attention takes {', '.join(map(repr, others))} into its softmax, which "
                 f"{self._method.name} does not compute again; use queries='proxy', or a method that needs no queries"
             )
-        record = self._method.observation.observe(self._rows.record, over, scale, self._unobserved.valid, sinks)
+        record = self._method.observation.observe(self._rows.record, over, scale, waiting.valid, sinks)
         self._rows, self._unobserved = dataclasses.replace(self._rows, record=record), None
         tied: mx.array = mx.depends([output], arrays(record))[0]
         return tied
@@ -210,10 +216,11 @@ class EvictingKVCache:
 
     @property
     def offset(self) -> int | mx.array:
-        """Tokens seen: an int, or int32 [B] for a merged batch."""
+        """Tokens seen: an int, or int32 [B] for a merged batch. Less the padding that is to come before the first."""
         if not self._rows.batched:
-            return self._rows.offsets[0]
-        return mx.array(self._rows.offsets, mx.int32) if self._rows.record is None else self._rows.store.offset
+            return self._rows.offsets[0] - sum(self._rows.padding)
+        seen = mx.array(self._rows.offsets, mx.int32) if self._rows.record is None else self._rows.store.offset
+        return seen - mx.array(self._rows.padding, mx.int32) if self._rows.padding else seen
 
     def pin(self, pinned: Pinned) -> None:
         """Let the rows at these positions of this sequence never leave, beside those that the method pins.
@@ -267,7 +274,8 @@ class EvictingKVCache:
         if rows.record is not None:
             rows = dataclasses.replace(rows, record=self._method.ready(rows.record))
         if rows.ragged or min(real) < N:
-            return ragged_mask(None if rows.record is None else rows.store, N, real)
+            mask = ragged_mask(None if rows.record is None else rows.store, N, real)
+            return padding_first(mask, rows.padding_first(N))
         if N == 1:
             return None
         return causal_array(rows.kept, N) if return_array else "causal"
@@ -364,7 +372,7 @@ class EvictingKVCache:
         """Keep only these sequences of the batch, in this order. Raises ValueError for one that is not there."""
         indices = [self._rows.index(f"batch_indices[{i}]", row) for i, row in enumerate(batch_indices)]
         self._finish_rows()
-        self._rows, self._view = selected(self._rows, indices), None
+        self._rows, self._view, self._past = selected(self._rows, indices), None, self._past.of_other_rows()
 
     def extract(self, idx: int) -> Self:
         """Sequence `idx` as an unbatched cache of its own. Raises ValueError for one that is not there."""
@@ -382,23 +390,54 @@ class EvictingKVCache:
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Announce a prefill padded on the right, with these numbers of real tokens. Left padding is refused."""
-        if left_padding is not None and any(padding > 0 for padding in left_padding):
-            raise ValueError(
-                f"left_padding={list(left_padding)} is not supported: positions of an evicting cache start at 0 for "
-                "every sequence; pad on the right and give lengths, as mlx_lm's batch generator does"
-            )
-        if lengths is not None and right_padding is not None and any(padding > 0 for padding in right_padding):
-            if len(lengths) != len(self._rows.offsets):
+        """Announce a prefill with padding, which is never kept and never attended.
+
+        On the right, with these numbers of real tokens; or on the left, as much before the next token of each sequence,
+        whose positions then begin after it: `offset` is negative meanwhile. Raises ValueError when there is not one
+        number for each sequence, and for padding on the left at intervals.
+        """
+        before = self._counts("left_padding", left_padding or ())
+        if any(before):
+            if self.interval > 1:
                 raise ValueError(
-                    f"lengths has {len(lengths)} entries for a batch of {len(self._rows.offsets)} sequences"
+                    f"left_padding={list(before)} cannot work with interval={self.interval}: calls are cut at the "
+                    "boundaries of their real tokens, which padding on the left puts at other places in each sequence; "
+                    "pad on the right and give lengths, as mlx_lm's batch generator does, or use interval=1"
                 )
-            counts = tuple(checks.whole_number(f"lengths[{i}]", length, 0) for i, length in enumerate(lengths))
-            self._rows = dataclasses.replace(self._rows, lengths=counts)
+            self._rows = dataclasses.replace(self._rows, padding=before)
+        if lengths is not None and right_padding is not None and any(padding > 0 for padding in right_padding):
+            self._rows = dataclasses.replace(self._rows, lengths=self._counts("lengths", lengths))
 
     def finalize(self) -> None:
         """End of a padded prefill."""
-        self._rows = dataclasses.replace(self._rows, lengths=None)
+        self._rows = dataclasses.replace(self._rows, lengths=None, padding=())
+
+    # What mlx_vlm calls besides: see `mlx_vlm_protocol`
+
+    def to_batch(self, left_padding: Sequence[int]) -> Self:
+        """A batch of sequences that begin as this one, each after as much padding as its entry says."""
+        batch = self.merge([copy.copy(self) for _ in left_padding])
+        batch.prepare(left_padding=left_padding)
+        return batch
+
+    def prefix_cache_snapshot(self) -> dict[str, Any]:
+        """What `prefix_cache_restore` takes: the state."""
+        return {"state": self.state}
+
+    def prefix_cache_restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Go on where the cache that gave `snapshot` stood, under its method. Raises ValueError for a damaged one."""
+        restored = self.from_state(snapshot["state"])
+        self.__dict__.clear()
+        self.__dict__.update(restored.__dict__)
+
+    def prefix_cache_merge(self, rows: Sequence[Any], prefix_lens: Sequence[int]) -> Self | None:
+        """One batch of single sequences; None where one is no evicting cache, or has not seen its prefix's tokens."""
+        seen = [row.offset if isinstance(row, EvictingKVCache) else None for row in rows]
+        return self.merge(rows) if seen == list(prefix_lens) else None
+
+    def memory_profile(self, token_count: int) -> Any:
+        """What mlx_vlm reckons with when it stores prefixes; `token_count` tokens were seen."""
+        return memory_profile(self._rows, self._method)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache that goes on by itself; arrays are shared until they differ, since the rows never change in place."""
@@ -470,12 +509,19 @@ class EvictingKVCache:
     def _widths(self) -> Widths:
         return widths_of_method(self._method)
 
+    def _counts(self, name: str, given: Sequence[int]) -> tuple[int, ...]:
+        """One number for each sequence; () for none. Raises ValueError, naming the argument."""
+        if given and len(given) != len(self._rows.offsets):
+            raise ValueError(
+                f"{name} has {len(given)} entries for a batch of {len(self._rows.offsets)} sequences; give one for each"
+            )
+        return tuple(checks.whole_number(f"{name}[{i}]", count, 0) for i, count in enumerate(given))
+
     def _to_quantized(self, group_size: int = 64, bits: int = 4) -> "EvictingKVCache":
         method = quantised(self._method, key_bits=bits, value_bits=bits, group_size=group_size)
         self._finish_rows()
         cache = copy.copy(self)
-        cache._method, cache._past = method, dataclasses.replace(self._past, method=method)
-        cache._past = dataclasses.replace(cache._past, snapshots=Snapshots(self._past.snapshots.most))
+        cache._method, cache._past = method, dataclasses.replace(self._past.of_other_rows(), method=method)
         if self._rows.record is not None:
             record = converted(self._method, self._rows.record, widths_of_method(method))
             cache._rows = dataclasses.replace(self._rows, record=record)
@@ -493,7 +539,8 @@ class EvictingKVCache:
             if not same_method(caches[0]._method, cache._method):
                 given = [f"{one._method.name} {dict(one._method.settings)}" for one in (caches[0], cache)]
                 raise ValueError(f"only caches of one method with one set of settings can share a batch, got {given}")
-        self._past = dataclasses.replace(self._past, can_take_back=0)  # a batch holds no rows aside from before
+        # A batch holds no rows aside from before.
+        self._past = dataclasses.replace(self._past.of_other_rows(), can_take_back=0)
         self._rows, self._view = merged([cache._rows for cache in caches], self._method), None
 
     def _start_last_view(self) -> None:

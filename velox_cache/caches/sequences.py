@@ -1,6 +1,7 @@
 """The sequences behind one cache: a method's record and what the host knows of each sequence, moved as one value."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ class Sequences:
     offsets: tuple[int, ...] = (0,)  # tokens seen, per sequence
     batched: bool = False  # sequences differ in offset; otherwise the one offset stands for all
     lengths: tuple[int, ...] | None = None  # real tokens to come, per sequence, while a padded prefill runs
+    padding: tuple[int, ...] = ()  # padding to come before the next real token, per sequence; (): none
     pinned: tuple[Ranges, ...] = ()  # what sequences have pinned beside the method's, per sequence; (): nothing
 
     @property
@@ -73,24 +75,30 @@ class Sequences:
             raise ValueError(f"{name} must name one of the {n} sequences of this batch, from 0 on, got {index}")
         return index % n
 
+    def padding_first(self, n_tokens: int) -> tuple[int, ...]:
+        """How many of the next tokens are padding that comes before real ones, per sequence."""
+        return tuple(min(left, n_tokens) for left in self.padding) or (0,) * len(self.offsets)
+
     def real_tokens(self, n_tokens: int) -> tuple[int, ...]:
         """How many of the next tokens are real, per sequence. Raises ValueError when one cannot count them."""
+        room = [n_tokens - first for first in self.padding_first(n_tokens)]
         if self.lengths is None:
-            real = (n_tokens,) * len(self.offsets)
+            real = tuple(room)
         else:
-            real = tuple(min(max(left, 0), n_tokens) for left in self.lengths)
+            real = tuple(min(max(left, 0), most) for left, most in zip(self.lengths, room, strict=True))
         for offset, count in zip(self.offsets, real, strict=True):
             checks.countable(offset, count)
         return real
 
-    def advanced(self, record: Any, real: Sequence[int]) -> "Sequences":
-        """After an update that took in `real` tokens per sequence."""
+    def advanced(self, record: Any, real: Sequence[int], n_tokens: int) -> "Sequences":
+        """After an update that took in a block of `n_tokens`, `real` of them for each sequence."""
         offsets = tuple(offset + count for offset, count in zip(self.offsets, real, strict=True))
         lengths = self.lengths
         if lengths is not None:
             lengths = tuple(left - count for left, count in zip(lengths, real, strict=True))
-        after = replace(self, record=record, offsets=offsets, lengths=lengths)
-        return after if lengths is None else _known_offsets(after)
+        padding = tuple(max(left - n_tokens, 0) for left in self.padding)
+        after = replace(self, record=record, offsets=offsets, lengths=lengths, padding=padding if any(padding) else ())
+        return after if lengths is None and not self.padding else _known_offsets(after)
 
     def with_store(self, store: Store) -> "Sequences":
         record: Any = self.record
@@ -106,6 +114,7 @@ def merged(parts: Sequence[Sequences], method: Eviction) -> Sequences:
         offsets=offsets,
         batched=True,
         lengths=lengths if lengths and len(lengths) == len(offsets) else None,
+        padding=_together(part.padding or (0,) * len(part.offset_of_each) for part in parts),
         pinned=tuple(ranges for part in parts for ranges in part.pinned_of_each),
     )
     filled = [part for part in parts if part.record is not None]
@@ -139,6 +148,7 @@ def selected(rows: Sequences, indices: Sequence[int]) -> Sequences:
         record=None if rows.record is None else batch.take(rows.record, indices),
         offsets=tuple(rows.offsets[index] for index in indices) if rows.batched else rows.offsets,
         lengths=None if rows.lengths is None else tuple(rows.lengths[index] for index in indices),
+        padding=tuple(rows.padding[index] for index in indices) if rows.padding else (),
         pinned=tuple(rows.pinned[index] for index in indices) if rows.batched and rows.pinned else rows.pinned,
     )
     if left.record is None:
@@ -171,6 +181,11 @@ def trimmed(rows: Sequences, n_tokens: int) -> Sequences:
     store = batch.trim(known.store, n_tokens)
     # A constant, where a difference would wait for the thread that made it.
     return shorter.with_store(replace(store, offset=mx.array(shorter.offset_of_each, mx.int32)))
+
+
+def _together(paddings: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    padding = tuple(itertools.chain.from_iterable(paddings))
+    return padding if any(padding) else ()
 
 
 def _known_offsets(rows: Sequences) -> Sequences:

@@ -57,6 +57,7 @@ def pack_state(method: Eviction, rows: Sequences, true_queries: bool, can_take_b
             "offsets": rows.offsets,
             "batched": rows.batched,
             "lengths": rows.lengths,
+            "padding": rows.padding,
             "pinned": rows.pinned,
             "true_queries": true_queries,
             "can_take_back": can_take_back,
@@ -78,6 +79,7 @@ def unpack_state(packed: Sequence[Any]) -> tuple[Eviction, Sequences, bool, int]
         offsets=tuple(header["offsets"]),
         batched=header["batched"],
         lengths=None if header["lengths"] is None else tuple(header["lengths"]),
+        padding=tuple(header.get("padding", ())),
         pinned=_pinned(header),
     )
     rows = dataclasses.replace(rows, record=_record(method, header, leaves[n_params:], rows.pinned))

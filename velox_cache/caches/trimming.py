@@ -37,6 +37,10 @@ class Past:
         """Of a cache that has seen no token."""
         return cls(method, Snapshots(snapshots), rollback_of(method))
 
+    def of_other_rows(self) -> "Past":
+        """Of rows that no snapshot shows, because sequences came, left or changed places, or rows are stored anew."""
+        return replace(self, snapshots=Snapshots(self.snapshots.most))
+
     def before(self, held: Sequences) -> "Past":
         """With `held` kept as a snapshot, where it stands at a boundary."""
         return replace(self, snapshots=self.snapshots.before(held))

@@ -22,6 +22,7 @@ from velox_fn.engine.checks import not_zero
 FORMAT_VERSION = 4  # 1: filters only; 2: no moments of static scores; 3: no learned scores
 POST_ROPE = "post-rope"
 HIGHER_IS_KEPT = "higher projection = keep"
+NEWER = ("query_centres",)  # statistics that a file of this format may lack
 _MOST_DEFLATED = 1032  # bytes that one compressed byte can stand for
 
 
@@ -155,7 +156,8 @@ def load_calibration(path: str | os.PathLike[str], expect_model_id: str | None =
         if header.get("fusion") is not None:
             header["fusion"] = FusionChoice(**header["fusion"])
         if header.get("scores") is not None:
-            header["scores"] = ScoreChoice(**header["scores"])
+            fit = header["scores"]  # more is told in files that an older version wrote
+            header["scores"] = ScoreChoice(fit["features"], fit["ridge"])
         kept_with = (("term_", "terms"), ("fusion_", "fusion"), ("score_", "scores"))
         absent = [part for part, key in kept_with if not header.get(key)]
         names = [field.name for field in fields(LayerStatistics) if not field.name.startswith(tuple(absent))]
@@ -210,7 +212,8 @@ def _check_filter(index: int, layer: mx.array) -> None:
 
 
 def _stored_statistics(index: int, names: Sequence[str], content: dict[str, np.ndarray[Any, Any]]) -> LayerStatistics:
-    return LayerStatistics(**{name: _stored(name, index, content) for name in names})
+    there = [name for name in names if name not in NEWER or f"{name}_{index:04d}" in content]
+    return LayerStatistics(**{name: _stored(name, index, content) for name in there})
 
 
 def _stored(name: str, index: int, content: dict[str, np.ndarray[Any, Any]]) -> mx.array:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Protocol
 
 import mlx.core as mx
@@ -13,22 +13,23 @@ import mlx.nn as nn
 import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
-from velox_cache.calibration.reading_again import request_tokens, sums_of_texts, texts_to_read_again
-from velox_cache.calibration.score_choice import BLENDS, ScoreChoice
+from velox_cache.calibration.score_choice import ScoreChoice
 from velox_cache.calibration.score_fit import fit_scores
-from velox_cache.calibration.sums import LayerSums, whole_model_sums, with_block
+from velox_cache.calibration.sums import LayerSums, whole_model_sums, with_block, with_scores
 from velox_cache.distributed.collectives import Group, all_gather_texts, broadcast, failing_together, own_share
+from velox_cache.introspection.latents import caches_latents
 from velox_cache.introspection.observed_prefill import LayerQueries, cache_layout, observed_prefill
 from velox_cache.introspection.query_tap import model_type
+from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import model_shard
 from velox_cache.introspection.weights_digest import weights_digest
 from velox_cache.progress import told_progress
 from velox_cache.slow_blas import slow_blas_advice
-from velox_fn.engine.checks import one_of, whole_number
+from velox_fn.engine.checks import whole_number
 from velox_fn.engine.scorers import SCORERS
 
-LEARNED_TARGET = "both"
-"""What the learned score is fitted to unless told otherwise."""
+HELD_OUT_EVERY = 4
+"""One block of so many is held out, to judge the learned score by."""
 LEAST_TOKENS = 64  # fewer say little about a direction in a space of about as many dimensions
 LEAST_DIFFERENT = 4  # fewer are one token repeated, between those that a tokenizer may put before and after a text
 
@@ -52,7 +53,7 @@ def calibrate(
     progress: bool = True,
     advance: Callable[[int], object] = lambda n_tokens: None,
     group: Group | None = None,
-    learned_target: str | None = LEARNED_TARGET,
+    learned: bool = True,
 ) -> Calibration:
     """Filters of `model`, from the queries it makes of `texts`, and the statistics that other methods score by.
 
@@ -70,15 +71,14 @@ def calibrate(
     get none. Ranks that hold a model together (`model.shard`, `model.model.pipeline`) need no group: each runs every
     sequence through its part. Both ways every rank gets the whole model's calibration, the same to the last bit.
 
-    learned_target: what the method learned is fitted to: "natural" attention, "repeated" attention, "both", or None for
-    no fit. Up to 16 pieces of 400 tokens are read for it, each twice in a row with a request to repeat it in between,
-    and (2 (D + D_v))^2 numbers per head held, twice.
+    learned: whether the score of the method learned is fitted too. It is to what the rows of each block turn out to be
+    worth to the block's own queries, so blocks of 512 or more say most; (2 (D + D_v))^2 numbers per head are held for
+    it, twice. Models with latent attention have none.
 
-    Raises ValueError when the texts have fewer than 64 tokens, or fewer than 4 different ones, when the target is
-    unknown, when the model computes attention by hand or from no plain KV cache, or when its queries are not finite;
-    RuntimeError when another rank fails or ends.
+    Raises ValueError when the texts have fewer than 64 tokens, or fewer than 4 different ones, when the model computes
+    attention by hand or from no plain KV cache, or when its queries are not finite; RuntimeError when another rank
+    fails or ends.
     """
-    one_of("learned_target", learned_target, (None, *BLENDS))
     sequences = _sequences(tokenizer, texts, max_tokens, sequence_length)
     n_tokens = sum(map(len, sequences))
     if n_tokens < LEAST_TOKENS:
@@ -94,23 +94,20 @@ def calibrate(
     layout, shard = cache_layout(model), model_shard(model)
     apart = group if shard.group is None else None  # ranks with nothing in common until they add up what they saw
     everyone = shard.group or group
-    again = [] if learned_target is None else texts_to_read_again(sequences)
-    own = sequences if apart is None else own_share(sequences, apart, cost=len)
-    own_again = again if apart is None else own_share(again, apart)
+    step = min(whole_number("prefill_step_size", prefill_step_size, 1), max(1, n_tokens // HELD_OUT_EVERY))
+    numbered = _numbered(sequences, step)
+    own = numbered if apart is None else own_share(numbered, apart, cost=lambda one: len(one[1]))
     shown = progress and (everyone is None or everyone.rank() == 0)
     if shown and (advice := slow_blas_advice()) is not None:
         warnings.warn(advice, stacklevel=2)
     with failing_together(apart):
-        sums = _layer_sums(model, own, prefill_step_size, shown, advance)
-        with told_progress(len(own_again), shown=shown) as told:
-            told_text = partial(told, "reading again")
-            sums = sums_of_texts(sums, model, own_again, request_tokens(tokenizer.encode), told_text)
+        sums = _layer_sums(model, own, step, shown, advance, learned=learned and not caches_latents(model))
     if everyone is not None:
         sums, layout = whole_model_sums(sums, layout, model, shard, everyone)
     filters = [_layer_filter(i, sums[i]) if i in sums else None for i in range(len(layout))]
     statistics = [None if layer is None else sums[i].statistics(layer) for i, layer in enumerate(filters)]
     scores = {i: layer.scores for i, layer in sums.items() if layer.scores is not None}
-    choice, fits = (None, {}) if learned_target is None else fit_scores(scores, BLENDS[learned_target])
+    choice, fits = fit_scores(scores)
     statistics = [layer and replace(layer, **fits.get(i, {})) for i, layer in enumerate(statistics)]
     if everyone is not None:  # machines may round differently
         shared = partial(broadcast, group=everyone)
@@ -175,7 +172,7 @@ def sign_agreement(
     Raises ValueError below 0.5, and when the filters do not fit the model's layers, heads or width.
     """
     sequences = _sequences(tokenizer, [text], max_tokens, max_tokens)
-    sums = _layer_sums(model, sequences, prefill_step_size, progress=False)
+    sums = _layer_sums(model, _numbered(sequences, prefill_step_size), prefill_step_size, progress=False)
     if (shard := model_shard(model)).group is not None:
         sums, _ = whole_model_sums(sums, cache_layout(model), model, shard, shard.group)
     n_agreeing = n_heads = 0
@@ -230,7 +227,8 @@ def _observed_blocks(
     with told_progress(sum(map(len, sequences)), shown=progress) as told:
         told("calibrating", 0)
         for tokens in sequences:
-            for block in observed_prefill(model, tokens, step):
+            even = -(-len(tokens) // _n_blocks(tokens, step))  # no short block at the end, whose rows nobody asks for
+            for block in observed_prefill(model, tokens, even):
                 if not block:
                     raise ValueError(
                         f"no attention layer of model type {model_type(model)!r} reads a plain KV cache through "
@@ -243,18 +241,38 @@ def _observed_blocks(
 
 def _layer_sums(
     model: nn.Module,
-    sequences: Sequence[Sequence[int]],
+    numbered: Sequence[tuple[int, Sequence[int]]],
     prefill_step_size: int,
     progress: bool,
     advance: Callable[[int], object] = lambda n_tokens: None,
+    *,
+    learned: bool = False,
 ) -> dict[int, LayerSums]:
+    """The sums by layer over sequences with the number of their first block, which says what is held out."""
     sums: dict[int, LayerSums] = {}
-    for block in _observed_blocks(model, sequences, prefill_step_size, progress):
+    read = ModelRopes(model)
+    ropes = [read.if_known(layer) for layer in range(len(cache_layout(model)))]  # now: ranks of a model run in step
+    numbers = (first + i for first, tokens in numbered for i in range(_n_blocks(tokens, prefill_step_size)))
+    blocks = _observed_blocks(model, [tokens for _, tokens in numbered], prefill_step_size, progress)
+    for number, block in zip(numbers, blocks, strict=True):
         for call in block:
-            sums[call.layer] = with_block(sums.get(call.layer), call)
-        mx.eval([layer.arrays() for layer in sums.values()])
+            layer = with_block(sums.get(call.layer), call, ropes[call.layer])
+            if learned:
+                layer = with_scores(layer, call, held_out=number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1)
+            sums[call.layer] = layer
+            mx.eval(layer.arrays())
         advance(block[0].queries.shape[2])
     return sums
+
+
+def _numbered(sequences: Sequence[Sequence[int]], step: int) -> list[tuple[int, Sequence[int]]]:
+    """Each sequence with the number of its first block, over all of them."""
+    firsts = accumulate((_n_blocks(tokens, step) for tokens in sequences), initial=0)
+    return list(zip(firsts, sequences, strict=False))
+
+
+def _n_blocks(tokens: Sequence[int], step: int) -> int:
+    return -(-len(tokens) // step)
 
 
 def _layer_filter(layer: int, sums: LayerSums) -> mx.array:

@@ -1,11 +1,10 @@
-"""Fit the learned score to its sums: ridge regression in closed form, chosen by texts held out.
+"""Fit the learned score to its sums: ridge regression in closed form, chosen by blocks held out.
 
-The target is a blend of `row_worth`'s, each in units of its spread in that head; features are in units of theirs, so
-that one ridge serves all. What comes out is scaled so that a unit of score is one of the natural target, a logarithm of
-attention, in which age is measured too.
+Features are in units of their spread in that head, so that one ridge serves all. What comes out is scaled so that a
+unit of score is one of the target, a logarithm of attention, in which age is measured too.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
 
@@ -13,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from velox_cache.calibration.row_worth import AGES
-from velox_cache.calibration.score_choice import FEATURES, TARGETS, ScoreChoice
+from velox_cache.calibration.score_choice import FEATURES, ScoreChoice
 from velox_cache.calibration.score_sums import ScoreSums
 from velox_fn.methods.learned import OF_ROWS
 
@@ -23,14 +22,12 @@ Moments = tuple[Floats, Floats, Floats]
 """gram, cross and squares of `ScoreSums`, of one half."""
 
 
-def fit_scores(
-    layers: Mapping[int, ScoreSums], blend: Sequence[float]
-) -> tuple[ScoreChoice | None, dict[int, dict[str, mx.array]]]:
+def fit_scores(layers: Mapping[int, ScoreSums]) -> tuple[ScoreChoice | None, dict[int, dict[str, mx.array]]]:
     """The choice for this model, and per layer the arrays of its learned score, as statistics hold them; None and
     nothing where there are no sums."""
     if not layers:
         return None, {}
-    choice = best_choice(layers, blend)
+    choice = best_choice(layers)
     correlations = held_out_correlations(layers, choice)
     return choice, {
         index: {**fitted(sums, choice), "score_correlation": mx.array(correlations[index].astype(np.float32))}
@@ -38,34 +35,31 @@ def fit_scores(
     }
 
 
-def choices(blend: Sequence[float]) -> list[ScoreChoice]:
-    """Every choice of features and ridge, for this blend of targets."""
-    return [ScoreChoice(features, ridge, tuple(blend)) for features, ridge in product(FEATURES, RIDGES)]
-
-
-def best_choice(layers: Mapping[int, ScoreSums], blend: Sequence[float]) -> ScoreChoice:
-    """The choice whose score correlates most with the blend on texts held out, in the mean over heads; the plainest
-    where none are."""
-    ranked = [(_mean(held_out_correlations(layers, choice).values()), choice) for choice in choices(blend)]
+def best_choice(layers: Mapping[int, ScoreSums]) -> ScoreChoice:
+    """The features and ridge whose score correlates most with the target on blocks held out, in the mean over heads;
+    the plainest where none are."""
+    choices = [ScoreChoice(features, ridge) for features, ridge in product(FEATURES, RIDGES)]
+    ranked = [(_mean(held_out_correlations(layers, choice).values()), choice) for choice in choices]
     return max(ranked, key=lambda pair: pair[0])[1]
 
 
 def held_out_correlations(layers: Mapping[int, ScoreSums], choice: ScoreChoice) -> dict[int, Floats]:
-    """Per layer the correlations [H] of score and target on texts held out, fitted to the others; 0 where none are."""
+    """Per layer the correlations [H] of score and target on blocks held out, fitted to the others; 0 where none are."""
     found = {}
     for index, sums in layers.items():
         weights = _weights(_half(sums, 0), sums.head_dim, choice)
-        found[index] = _correlations(_half(sums, 1), weights, choice.blend)
+        found[index] = _correlations(_half(sums, 1), weights)
     return found
 
 
 def fitted(sums: ScoreSums, choice: ScoreChoice) -> dict[str, mx.array]:
-    """The arguments of the method learned for one layer, float32, fitted to all texts."""
-    gram, cross, squares = (fit + held for fit, held in zip(_half(sums, 0), _half(sums, 1), strict=True))
+    """The arguments of the method learned for one layer, float32, fitted to all blocks."""
+    fit, held = _half(sums, 0), _half(sums, 1)
+    gram, cross = fit[0] + held[0], fit[1] + held[1]
     head_dim = sums.head_dim
-    weights = _weights((gram, cross, squares), head_dim, choice)
-    variance = np.einsum("hf,hfg,hg->h", weights, gram, weights)
-    covariance = np.einsum("hf,hf->h", weights, cross[..., TARGETS.index("natural")])
+    weights = _weights((gram, cross, fit[2] + held[2]), head_dim, choice)
+    variance = _variances(gram, weights)
+    covariance = np.einsum("hf,hf->h", weights, cross)
     weights = weights * np.where(variance > 0, covariance / np.where(variance > 0, variance, 1), 0)[:, None]
     value_dim = weights.shape[1] // 2 - head_dim
     ends = np.cumsum([head_dim, head_dim, value_dim])
@@ -93,7 +87,7 @@ def _half(sums: ScoreSums, half: int) -> Moments:
 
 def _weights(sums: Moments, head_dim: int, choice: ScoreChoice) -> Floats:
     """The regression's weights [H,F], 0 for features that the choice leaves out."""
-    gram, cross, squares = sums
+    gram, cross, _ = sums
     n_features = gram.shape[1]
     value_dim = n_features // 2 - head_dim
     part_of = np.repeat(["keys", "key_squares", "values", "value_squares"], [head_dim] * 2 + [value_dim] * 2)
@@ -101,25 +95,23 @@ def _weights(sums: Moments, head_dim: int, choice: ScoreChoice) -> Floats:
     gram, cross = gram[:, used][:, :, used], cross[:, used]
     spread = np.sqrt(np.diagonal(gram, axis1=1, axis2=2))  # not divided by the rows, and the ridge takes 1 for all
     spread = np.where(spread > 0, spread, 1)
-    target = np.einsum("hft,ht->hf", cross, _in_units(squares, choice.blend)) / spread
     gram = gram / (spread[:, :, None] * spread[:, None])
     weights = np.zeros((len(gram), n_features))
-    weights[:, used] = np.linalg.solve(gram + choice.ridge * np.eye(gram.shape[1]), target[..., None])[..., 0] / spread
+    solved = np.linalg.solve(gram + choice.ridge * np.eye(gram.shape[1]), (cross / spread)[..., None])[..., 0]
+    weights[:, used] = solved / spread
     return weights
 
 
-def _in_units(squares: Floats, blend: Sequence[float]) -> Floats:
-    """The blend's weights [H,T] of targets as they are, where it has them in units of their spread."""
-    spread = np.sqrt(np.diagonal(squares, axis1=1, axis2=2))
-    return np.array(blend) / np.where(spread > 0, spread, 1)
-
-
-def _correlations(sums: Moments, weights: Floats, blend: Sequence[float]) -> Floats:
+def _correlations(sums: Moments, weights: Floats) -> Floats:
     gram, cross, squares = sums
-    mixed = _in_units(squares, blend)
-    together = np.einsum("hf,hft,ht->h", weights, cross, mixed)
-    apart = np.einsum("hf,hfg,hg->h", weights, gram, weights) * np.einsum("ht,htu,hu->h", mixed, squares, mixed)
+    together = np.einsum("hf,hf->h", weights, cross)
+    apart = _variances(gram, weights) * squares
     found: Floats = together / np.sqrt(np.where(apart > 0, apart, 1))
+    return found
+
+
+def _variances(gram: Floats, weights: Floats) -> Floats:
+    found: Floats = ((gram @ weights[..., None])[..., 0] * weights).sum(-1)
     return found
 
 

@@ -24,7 +24,8 @@ class LayerStatistics:
     score_values: mx.array | None = None  # [H, D_v]
     score_value_squares: mx.array | None = None  # [H, D_v]
     score_age: mx.array | None = None  # [H]
-    score_correlation: mx.array | None = None  # [H] of score and target on texts held out
+    score_correlation: mx.array | None = None  # [H] of score and target on blocks held out
+    query_centres: mx.array | None = None  # [H, G, 3, dims/2] of each query head before RoPE; None: RoPE is not known
 
     def __post_init__(self) -> None:
         for name, array in self.arrays().items():
@@ -35,6 +36,14 @@ class LayerStatistics:
             raise ValueError(
                 f"mean_keys, query_mean and query_cov must be [H,D], [H,D] and [H,D,D], got "
                 f"{[tuple(array.shape) for array in (self.mean_keys, self.query_mean, self.query_cov)]}"
+            )
+        if self.query_centres is not None and (self.query_centres.ndim, self.query_centres.shape[::2]) != (
+            4,
+            (heads, 3),
+        ):
+            raise ValueError(
+                f"query_centres must be [{heads},G,3,dims/2], got shape {tuple(self.query_centres.shape)}; calibrate "
+                "again"
             )
         moments = [array for array in (self.term_means, self.term_deviations) if array is not None]
         if moments and (len(moments) < 2 or any(array.shape != (heads, moments[0].shape[-1]) for array in moments)):

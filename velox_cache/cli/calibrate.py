@@ -1,7 +1,7 @@
 """Calibrate a model: run text through it and gather, for each KV head, what calibrated methods take.
 
 A few thousand tokens of any text near to what the model will read are enough. The file holds the
-filters of qfilters, and the statistics of keydiff, expected_attention and fusion. It belongs to one model.
+filters of qfilters, and the statistics of keydiff, expected_attention, fusion and learned. It belongs to one model.
 
 Under mlx.launch the ranks share out the text, each with the whole model; with --shard they share out the model.
 """
@@ -62,10 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="texts are cut into sequences of N tokens (default: 2048)",
     )
     parser.add_argument(
-        "--learned-target",
-        choices=("natural", "repeated", "both", "none"),
-        help="attention that the method learned is fitted to: of the text itself, of the text read again, or both; "
-        "none leaves the fit out, and its time (default: both)",
+        "--no-learned", action="store_true", help="leave out the fit of the method learned, and its time"
     )
     parser.add_argument(
         "--search-weights",
@@ -88,7 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--search-weights runs in one process; calibrate under mlx.launch, then search without it")
 
     from velox_cache import calibrate, save_calibration
-    from velox_cache.calibration.calibrating import LEARNED_TARGET
     from velox_cache.calibration.made_once import calibration_file
     from velox_cache.calibration.predicted_attention import predicts_attention
     from velox_cache.calibration.texts import SOURCE, calibration_texts
@@ -96,7 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
     from velox_cache.distributed.collectives import world
 
     texts = [_read(name) for name in arguments.text] if arguments.text else calibration_texts()
-    targets = {"none": None, None: LEARNED_TARGET}
     model, tokenizer = load_model(arguments.model, arguments.shard)
     if output is None:
         output = calibration_file(model)
@@ -110,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         model_id=arguments.model_id or model_id(arguments.model),
         dataset=", ".join(arguments.text) if arguments.text else SOURCE,
         group=world(),
-        learned_target=targets.get(arguments.learned_target, arguments.learned_target),
+        learned=not arguments.no_learned,
     )
     if launched_rank() is None:
         calibration = replace(calibration, predicts=predicts_attention(model, tokenizer, calibration))

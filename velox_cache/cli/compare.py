@@ -77,8 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", default="streaming_llm", metavar="M", help="KL is relative to its (default: %(default)s)"
     )
-    add_calibration_argument(parser, "calibration of MODEL (default: calibrate now)")
-    parser.add_argument("--calibration-tokens", type=int, default=3072, metavar="N", help="for that (default: 3072)")
+    add_calibration_argument(parser, "calibration of MODEL (default: the one in the cache folder, made once)")
+    parser.add_argument(
+        "--calibration-tokens", type=int, metavar="N", help="calibrate on so many instead, for this folder alone"
+    )
     parser.add_argument("--rows", metavar="FOLDER", help="where contexts' rows are kept (default: the user's cache)")
     parser.add_argument("--out", metavar="FOLDER", help="where results go (default: compare-MODEL-HALF)")
     parser.add_argument("--no-figures", action="store_true", help="write no PNG files")
@@ -178,11 +180,13 @@ def _contenders(
     from velox_cache.evaluation.ceilings import CEILINGS
     from velox_cache.evaluation.compare import Contender
     from velox_cache.harness.arms import FULL, Arm, cache_maker, parse_arm
+    from velox_cache.harness.unreached import warn_where_nothing_leaves
 
     found = [Contender(FULL, cache_maker(model, FULL))]
     for share in _listed(arguments.shares):
         budget = _part(share, length, "--shares")
         recent = _part(arguments.recent, budget, "--recent")
+        warn_where_nothing_leaves([budget], length)
         for method in _listed(arguments.methods):
             arm = parse_arm(method, budget, recent)
             found.append(Contender(arm, cache_maker(model, arm, calibration), share))
@@ -203,24 +207,34 @@ def _part(share: str, whole: int, option: str) -> int:
 def _calibration(
     arguments: argparse.Namespace, model: Any, tokenizer: Any, name: str, folder: Path, group: Any
 ) -> "Calibration":
-    """The calibration to use. One made here stays in the folder, for the next run."""
+    """The one given, or the folder's own, so that later runs go on with what its results were made with.
+
+    A folder that has none gets a copy of the one in the cache folder, which is made where there is none, or one of the
+    number of tokens that was asked for.
+    """
     from velox_cache import calibrate, load_calibration, save_calibration
+    from velox_cache.calibration.made_once import TOKENS, check_weights, found_calibration, made_calibration
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.distributed.collectives import on_all_ranks
 
-    own = folder / f"calibration-{arguments.calibration_tokens}.npz"
-    if not arguments.calibration and not on_all_ranks(own.exists(), group):
-        made = calibrate(
-            model,
-            tokenizer,
-            calibration_texts(),
-            max_tokens=arguments.calibration_tokens,
-            model_id=name,
-            dataset=SOURCE,
-            group=group,
-        )
-        save_calibration(made, own)
-    return load_calibration(arguments.calibration or own)
+    if arguments.calibration:
+        given = load_calibration(arguments.calibration)
+        check_weights(given, model)
+        return given
+    n_tokens = arguments.calibration_tokens
+    own = folder / ("calibration.npz" if n_tokens is None else f"calibration-{n_tokens}.npz")
+    if on_all_ranks(own.exists(), group):
+        return load_calibration(own)
+    found = found_calibration(model) if n_tokens is None else None
+    if not on_all_ranks(found is not None, group):
+        found = None
+    if found is None and n_tokens is None and group is None:
+        found = made_calibration(model, tokenizer, model_id=name)
+    if found is None:
+        texts, n_tokens = calibration_texts(), n_tokens or TOKENS
+        found = calibrate(model, tokenizer, texts, max_tokens=n_tokens, model_id=name, dataset=SOURCE, group=group)
+    save_calibration(found, own)
+    return found
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ EXAMPLES = f"""examples:
   velox eval memory smollm2-135m --method streaming_llm --budget 512 --kv-bits 4
   velox eval synthetic qfilters
   velox eval synthetic curdkv
+  velox eval synthetic bias
   velox eval curdkv smollm2-135m --budget 256 --context 768 --calibration calibration.npz
 
 {METHOD_EXAMPLES}"""

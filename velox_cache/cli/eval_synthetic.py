@@ -41,4 +41,15 @@ def _curdkv() -> Result:
     return rows, rows
 
 
-SYNTHETIC: Mapping[str, Callable[[], Result]] = MappingProxyType({"qfilters": _qfilters, "curdkv": _curdkv})
+def _bias() -> Result:
+    import dataclasses
+
+    from velox_cache.evaluation.synthetic_bias import synthetic_bias
+
+    rows = [dataclasses.asdict(one) for one in synthetic_bias()]
+    return rows, rows
+
+
+SYNTHETIC: Mapping[str, Callable[[], Result]] = MappingProxyType(
+    {"qfilters": _qfilters, "curdkv": _curdkv, "bias": _bias}
+)

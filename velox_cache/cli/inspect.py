@@ -53,12 +53,9 @@ def describe(calibration: "Calibration") -> str:
 
 
 def _fit_lines(calibration: "Calibration", choice: "ScoreChoice") -> list[str]:
-    """How the learned scores were fitted, and how they do on texts held out, head by head."""
+    """How the learned scores were fitted, and how they do on blocks held out, head by head."""
     import numpy as np
 
-    from velox_cache.calibration.score_choice import TARGETS
-
-    blend = " and ".join(f"{weight:g} {name}" for weight, name in zip(choice.blend, TARGETS, strict=True) if weight)
     found = {
         index: [float(value) for value in np.array(layer.score_correlation)]
         for index, layer in enumerate(calibration.statistics)
@@ -66,7 +63,7 @@ def _fit_lines(calibration: "Calibration", choice: "ScoreChoice") -> list[str]:
     }
     every = [value for heads in found.values() for value in heads]
     return [
-        f"  learned      {choice.features}, ridge {choice.ridge:g}, target {blend}; correlation on texts held out "
+        f"  learned      {choice.features}, ridge {choice.ridge:g}; correlation on blocks held out "
         f"{sum(every) / len(every):.2f} in the mean, by head:",
         *(f"    layer {index:<5}{' '.join(f'{value:.2f}' for value in heads)}" for index, heads in found.items()),
     ]

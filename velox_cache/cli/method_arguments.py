@@ -27,7 +27,7 @@ METHOD_EXAMPLES = """settings:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a method and its settings, of budgets per layer, of the calibration and of its queries."""
+    """The options of a method and its settings, of how layers share the rows, of the calibration and of its queries."""
     group = parser.add_argument_group("cache")
     group.add_argument(
         "--method",
@@ -39,11 +39,10 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", type=_budget, metavar="N", help="most rows kept per head, all included (default: 512)"
     )
     group.add_argument(
-        "--layer-budgets",
-        type=_layer_budgets,
+        "--layer-shares",
         metavar="RULE",
-        help="hand out the layers' budgets, --budget each on average: pyramid (fewer with depth), squeeze (fewer where "
-        "a layer changes little), or numbers, one per layer: 512,256,...",
+        help="how the layers share the rows, --budget each on average: pyramid (fewer with depth) or squeeze (fewer "
+        "where a layer changes little); default: alike",
     )
     group.add_argument(
         "--recent", type=int, metavar="R", help="latest rows that always stay (default: 3/4 of the budget)"
@@ -117,15 +116,15 @@ def check_method_arguments(arguments: argparse.Namespace, *, share: bool = False
     """ValueError for options that cannot work, before a model is loaded. share: a budget may be one of the prompt."""
     from velox_cache.calibration.default_recent import RECENT_SHARE, with_default_recent
     from velox_cache.installation.asked import check_budget, check_settings
+    from velox_cache.installation.shares import check_shares
     from velox_cache.known_methods import method_named
 
     settings = method_settings(arguments)
     if arguments.method == FULL_CACHE:
-        if settings or arguments.calibration or arguments.layer_budgets:
+        if settings or arguments.calibration or arguments.layer_shares:
             raise ValueError(f"--method {FULL_CACHE} keeps every row: it takes no settings and no calibration")
         return
-    if isinstance(arguments.layer_budgets, list) and "budget" in settings:
-        raise ValueError("--layer-budgets gives each layer its number of rows, which leaves nothing for --budget")
+    check_shares(arguments.layer_shares, None)
     method = method_named(arguments.method)
     if isinstance(settings.get("budget"), float):
         if not share:
@@ -183,8 +182,6 @@ def install_method(
         from velox_cache.generation import rows_of
 
         settings["budget"] = rows_of(settings.get("budget"), n_prompt)
-    if arguments.layer_budgets is not None:
-        settings["budget"] = _budgets_by_rule(model, arguments, settings, tokenizer)
     return install(
         model,
         arguments.method,
@@ -193,42 +190,9 @@ def install_method(
         tokenizer=tokenizer,
         queries=arguments.queries,
         snapshots=snapshots,
+        shares=arguments.layer_shares,
         **settings,
     )
-
-
-def _budgets_by_rule(
-    model: "nn.Module",
-    arguments: argparse.Namespace,
-    settings: dict[str, Any],
-    tokenizer: "TokenizerWrapper | None",
-) -> list[int]:
-    """One budget per entry of the prompt cache, by --layer-budgets; squeeze reads calibration text."""
-    from velox_cache import pyramid_budgets, squeeze_budgets
-    from velox_cache.calibration.texts import calibration_texts
-    from velox_cache.known_methods import method_named
-
-    rule: str | list[int] = arguments.layer_budgets
-    if isinstance(rule, list):
-        return rule
-    given = settings.get("budget")
-    budget = method_named(arguments.method).settings["budget"] if given is None else given
-    if rule == "pyramid":
-        return pyramid_budgets(model, budget)
-    if tokenizer is None:
-        raise ValueError("--layer-budgets squeeze reads a text, for which this command has no tokenizer; try pyramid")
-    return squeeze_budgets(model, tokenizer.encode(calibration_texts()[0]), budget)
-
-
-def _layer_budgets(text: str) -> str | list[int]:
-    if text in ("pyramid", "squeeze"):
-        return text
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither pyramid nor squeeze, nor numbers such as 512,256"
-        ) from None
 
 
 def _budget(text: str) -> int | float:

@@ -1,7 +1,8 @@
 """List the eviction methods and their settings, with defaults.
 
 A setting is given as --budget, --recent, --n-sink or --set NAME=VALUE on the command line, and as a keyword to
-`velox_cache.install`. Both make `recent` three quarters of the budget unless told otherwise.
+`velox_cache.install`. Both make `recent` three quarters of the budget unless told otherwise. Where a method has its own
+name for the latest rows that stay, it is given as `recent` too; its default is the method's.
 """
 
 import argparse
@@ -41,7 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def settings_line(method: "Method") -> str:
     """Name and default of each setting but the rotary embedding, which install reads from the model."""
-    return ", ".join(f"{name}={default}" for name, default in method.settings.items() if name != "rope")
+    return ", ".join(
+        f"{name}={default}{' (also: recent)' if name == method.window else ''}"
+        for name, default in method.settings.items()
+        if name != "rope"
+    )
 
 
 def _documentation(method: "Method") -> str:

@@ -36,6 +36,7 @@ class KVCacheConfig:
 
     method: str = "qfilters"
     head_dim: int | None = None  # checked against the model when given
+    use_metal_kernels: bool | None = None  # None: where the method has kernels and they run; True: or an error
     qfilters_budget: int = 512  # most rows kept, sinks and recent ones included
     qfilters_n_sink: int = 4  # leading positions never evicted
     qfilters_recent: int = 0  # trailing positions never evicted; about 3/4 of the budget for open-ended generation
@@ -96,7 +97,12 @@ class KVCacheConfig:
 
     def eviction(self, **arguments: Any) -> Eviction:
         """The configured method; `arguments` are what belongs to a layer: its filters, its index, its rope."""
-        return method_named(self.method).make(**self.settings(), **arguments)
+        method = method_named(self.method)
+        if "use_metal_kernels" in method.defaults:
+            arguments = {"use_metal_kernels": self.use_metal_kernels, **arguments}
+        elif self.use_metal_kernels:
+            raise ValueError(f"use_metal_kernels=True, but {self.method} has no Metal kernels; leave it at None")
+        return method.make(**self.settings(), **arguments)
 
     def settings(self) -> dict[str, Any]:
         """The arguments of the method's factory that this record holds."""

@@ -42,12 +42,12 @@ class Contender:
         """A digest of the arrays that its methods take of a calibration; empty where they take none."""
         if not isinstance(self.make, InstalledCaches):
             return ""
+        methods = self.make.methods.items()
+        arrays = [(layer, *named) for layer, method in methods for named in sorted(method.params.items())]
         found = hashlib.sha256()
-        layers = [(layer, dict(method.params)) for layer, method in self.make.methods.items()]
-        for layer, params in layers:
-            for name, array in sorted(params.items()):
-                found.update(f"{layer} {name} {array.shape}".encode() + np.array(array).tobytes())
-        return found.hexdigest()[:16] if any(params for _, params in layers) else ""
+        for layer, name, array in arrays:
+            found.update(f"{layer} {name} {array.shape}".encode() + np.array(array).tobytes())
+        return found.hexdigest()[:16] if arrays else ""
 
 
 @dataclass(frozen=True, eq=False)

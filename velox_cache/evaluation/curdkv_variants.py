@@ -34,7 +34,7 @@ def curdkv_variants(
     if calibration is not None:
         arm = Arm("qfilters", "qfilters", {"budget": budget, "recent": recent})
         makers["qfilters"] = cache_maker(model, arm, calibration)
-    makers["h2o"] = cache_maker(model, Arm("h2o", "h2o", {"budget": budget, "grace": recent}))
+    makers["h2o"] = cache_maker(model, Arm("h2o", "h2o", {"budget": budget, "recent": recent}))
     for queries in ("true", "proxy"):
         variants: dict[str, dict[str, Any]] = {"": {}, ", window=64": {"window": 64}, ", mean": {"mean": True}}
         if by_token:

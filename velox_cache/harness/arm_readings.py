@@ -14,6 +14,7 @@ from velox_cache.harness.memory import CacheUsage, cache_usage
 from velox_cache.harness.perplexity import perplexity_of, token_losses
 from velox_cache.harness.shared_prefill import shared_prefill
 from velox_cache.harness.side_by_side import side_by_side
+from velox_cache.harness.unreached import warn_where_nothing_leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,7 @@ def read_arms(
     The context is prefilled once, in one block; the passage goes in one by one, all caches in one batch. The first
     maker's cache, which should be the full one, is the reference of fidelity. `advance` is called with the tokens done.
     dtype: that rows are stored in, while the model computes in its own; None is the model's.
+    Warns where no cache but the first evicted anything.
     Equal to `read_passage(..., block_size=1, prefill_step_size=n_context)` for each cache, but for rounding.
 
     Raises ValueError unless 2 <= n_context < len(tokens), and when the caches disagree about the tokens seen.
@@ -64,6 +66,8 @@ def read_arms(
             same.append(equal)
             divergences.append(divergence)
             advance(1)
+    bounded = [cache_usage(cache) for cache in caches[1:]]
+    warn_where_nothing_leaves([usage.rows_kept for usage in bounded], len(tokens) - 1)
     agreements, means = (np.stack(part, axis=1).mean(axis=1, dtype=np.float64) for part in (same, divergences))
     return [
         ArmReading(own, Fidelity(float(agreement), float(divergence)), cache_usage(cache))

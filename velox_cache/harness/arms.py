@@ -37,10 +37,6 @@ class Arm:
 FULL = Arm("full cache")
 
 
-WINDOWS = ("recent", "grace", "obs_window")
-"""What methods call the latest rows, which always stay."""
-
-
 def parse_arm(text: str, budget: int, recent: int | None = None) -> Arm:
     """The arm that `method:setting=value:...` names, at a budget; `calibrated=false` leaves the calibration out,
     and `searched=false` the weights that a search has added to it.
@@ -59,10 +55,9 @@ def parse_arm(text: str, budget: int, recent: int | None = None) -> Arm:
         if not equals or not name:
             raise ValueError(f"an arm is method:setting=value:..., such as qfilters:recent=0, got {text!r}")
         settings[name] = _value(value, budget)
-    window = next((name for name in WINDOWS if name in known.settings), None)
-    if window is not None and "recent" in settings:
-        settings[window] = settings.pop("recent")
-    elif window is not None and recent is not None:
+    settings = known.own_names(settings)
+    window = "recent" if known.recent else known.window
+    if window is not None and recent is not None:
         settings.setdefault(window, recent)
     calibrated, searched = (bool(settings.pop(name, True)) for name in ("calibrated", "searched"))
     return Arm(text, method, {"budget": budget, **settings}, calibrated, searched)

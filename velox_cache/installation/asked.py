@@ -43,8 +43,9 @@ def check_budget(budget: object) -> None:
 def check_settings(method: Method, settings: Mapping[str, Any]) -> None:
     """ValueError when a method does not take these settings, budget included, or cannot work with them.
 
-    Nothing of a model is needed: what can be known from the settings alone is known here.
+    Nothing of a model is needed: only what the settings alone tell is checked.
     """
+    settings = method.own_names(settings)
     for name, value in settings.items():
         if name == "rollback" and not method.rollback and name not in method.settings:
             raise ValueError(

@@ -6,7 +6,7 @@ from itertools import combinations
 import mlx.nn as nn
 import numpy as np
 
-from velox_cache.introspection.layer_changes import layer_similarities
+from velox_cache.installation.layer_changes import layer_similarities
 from velox_cache.introspection.plan import plan_layers
 from velox_cache.introspection.shard import model_shard
 from velox_fn.engine import checks

@@ -57,7 +57,7 @@ def layer_arguments(
         arguments["first_head"] = _first_head(model, layer, shard, layouts)
     if method.rope is not None and settings.get("rope") is None:
         ropes = ModelRopes(model) if ropes is None else ropes
-        if method.rope == "to renumber" and settings.get("renumber"):
+        if method.rope == "always" or (method.rope == "to renumber" and settings.get("renumber")):
             arguments["rope"] = ropes.of_layer(layer)
         elif method.rope == "when read" and calibration is None:  # it does better with it, and can do without
             try:
@@ -150,8 +150,8 @@ def calibrated_params(
     lacking = [name for name in names if name not in arrays]
     if lacking:
         raise ValueError(
-            f"the calibration has no {', '.join(lacking)}: it was made by an older velox-kv, or without learned scores"
-            "; calibrate again with `velox calibrate`"
+            f"the calibration has no {', '.join(lacking)}: it was made by an older velox-kv, without learned scores, "
+            "or for a model whose rotary embedding cannot be read; calibrate again with `velox calibrate`"
         )
     return {name: arrays[name] for name in names}
 

@@ -11,6 +11,7 @@ from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.installation.own_masks import OwnMask, looking_up_masks
 from velox_cache.introspection.plan import LayerPlan, asks_for_mask_arrays
+from velox_cache.introspection.probing import left_as_it_was
 
 Budgets = Sequence[int] | Callable[[int], int]
 
@@ -101,7 +102,8 @@ def _layers_take_own_masks(model: nn.Module, make_caches: Callable[[], list[Any]
         for tokens in ([0, 1], [0]):  # latent attention does one token's by another road
             # Fresh ones for each: a second call would begin to compute the first, which ranks do in their own order.
             pairs = zip(make_caches(), make_caches(), strict=True)
-            model(mx.array([tokens, tokens]), cache=[type(one).merge([one, other]) for one, other in pairs])
+            with left_as_it_was(model):
+                model(mx.array([tokens, tokens]), cache=[type(one).merge([one, other]) for one, other in pairs])
     except Exception:  # whatever it is: such a model is served one sequence at a time
         return False
     return True

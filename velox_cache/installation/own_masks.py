@@ -4,16 +4,18 @@ A model asks one of its caches for a mask and hands the answer to every layer. A
 other layers answers with an `OwnMask`, and each layer's call puts the mask of its own cache in that place.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from velox_cache.installation.own_calls import call_as_given, call_by, is_called_by
 from velox_cache.introspection.query_tap import flat_caches
-from velox_cache.introspection.swapped_calls import Call, is_swapped, swap_back, swap_call
 
+_GIVEN = "call_with_mask_given"
 Mask = mx.array | str | None
 
 
@@ -50,42 +52,42 @@ class OwnMask(str):
 def look_up_masks(model: nn.Module) -> None:
     """Have each layer of `model` take the mask of its own cache in the place of an `OwnMask`."""
     for layer in _layers(model):
-        swap_call(layer, _PURPOSE, _looking_up)
+        call_by(layer, _GIVEN, _looking_up)
 
 
 def take_masks_as_given(model: nn.Module) -> None:
     """Undo `look_up_masks`. Does nothing when it was not called."""
     for layer in _layers(model):
-        swap_back(layer, _PURPOSE)
+        call_as_given(layer, _GIVEN)
 
 
 @contextmanager
 def looking_up_masks(model: nn.Module) -> Iterator[None]:
     """`look_up_masks` for the length of a `with`, unless it is done already."""
-    before = any(is_swapped(layer, _PURPOSE) for layer in _layers(model))
+    before = [is_called_by(layer, _GIVEN) for layer in _layers(model)]
     look_up_masks(model)
     try:
         yield
     finally:
-        if not before:
+        if not any(before):
             take_masks_as_given(model)
-
-
-_PURPOSE = "own_masks"
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in getattr(model, "layers", ()) if isinstance(layer, nn.Module)]
 
 
-def _looking_up(call: Call) -> Call:
-    def looking_up(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _looking_up(given: type[nn.Module]) -> Callable[..., Any]:
+    """The call of `given`, with masks looked up."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         shared = next((value for value in (*args, *kwargs.values()) if isinstance(value, OwnMask)), None)
         if shared is None:
-            return call(self, *args, **kwargs)
+            return given.__call__(self, *args, **kwargs)
         mask = shared.of([*args, *kwargs.values()])
         args = tuple(mask if value is shared else value for value in args)
         kwargs = {name: mask if value is shared else value for name, value in kwargs.items()}
-        return call(self, *args, **kwargs)
+        return given.__call__(self, *args, **kwargs)
 
-    return looking_up
+    call.__signature__ = inspect.signature(given.__call__)  # type: ignore[attr-defined]
+    return call

@@ -6,6 +6,7 @@ the outputs are put together. Nothing changes for a call that crosses no boundar
 """
 
 import inspect
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,42 +14,42 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.installation.own_calls import call_as_given, call_by
 from velox_cache.introspection.query_tap import flat_caches
-from velox_cache.introspection.swapped_calls import Call, swap_back, swap_call
+
+_WHOLE = "whole_call"
 
 
 def call_in_parts(model: nn.Module) -> None:
     """Have calls of `model` taken apart at the boundaries of the caches that they are given."""
-    swap_call(model, _PURPOSE, _in_parts)
+    call_by(model, _WHOLE, _in_parts)
 
 
 def call_whole(model: nn.Module) -> None:
     """Undo `call_in_parts`. Does nothing when it was not called."""
-    swap_back(model, _PURPOSE)
+    call_as_given(model, _WHOLE)
 
 
-_PURPOSE = "parts"
-
-
-def _in_parts(whole: Call) -> Call:
-    signature = inspect.signature(whole)
+def _in_parts(whole: type[nn.Module]) -> Callable[..., Any]:
+    """The call of `whole`, taken apart."""
+    signature = inspect.signature(whole.__call__)
     itself = next(iter(signature.parameters))
 
-    def in_parts(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(self, *args, **kwargs).arguments
         del arguments[itself]
         tokens, cache = next(iter(arguments.values())), _at_intervals(arguments.get("cache"))
         n_tokens = tokens.shape[1] if tokens.ndim > 1 else 1
         parts = (n_tokens,) if cache is None or n_tokens == 1 else cache.parts(n_tokens)
         if len(parts) == 1:
-            return whole(self, *args, **kwargs)
+            return whole.__call__(self, *args, **kwargs)
         outputs = []
         for start, stop in pairwise(accumulate(parts, initial=0)):
             of_part = {name: _part(name, value, n_tokens, start, stop) for name, value in arguments.items()}
-            outputs.append(whole(self, **of_part))
+            outputs.append(whole.__call__(self, **of_part))
         return mx.concatenate(outputs, axis=1)
 
-    return in_parts
+    return call
 
 
 def _at_intervals(cache: Any) -> EvictingKVCache | None:

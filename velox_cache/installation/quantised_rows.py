@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.installation.installed import InstalledCaches
+from velox_cache.introspection.probing import left_as_it_was
 from velox_cache.introspection.query_tap import QueryTap, model_type
 
 
@@ -42,8 +43,9 @@ def check_reads_quantised_rows(model: nn.Module, installed: InstalledCaches) -> 
     """
     try:
         caches = installed()
-        model(mx.array([[0, 1]]), cache=caches)
-        model(mx.array([[0]]), cache=caches)
+        with left_as_it_was(model):
+            model(mx.array([[0, 1]]), cache=caches)
+            model(mx.array([[0]]), cache=caches)
     except BaseException as error:
         if installed.tap is not None:
             installed.tap.remove()

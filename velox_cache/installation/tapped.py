@@ -7,6 +7,7 @@ import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
 from velox_cache.installation.installed import InstalledCaches
+from velox_cache.introspection.probing import left_as_it_was
 from velox_cache.introspection.query_tap import flat_caches, model_type
 
 
@@ -14,7 +15,8 @@ def check_shows_queries(model: nn.Module, installed: InstalledCaches) -> None:
     """ValueError, with the tap removed, unless a call of the model shows every bounded layer its queries."""
     try:
         caches = installed()
-        model(mx.array([[0, 1]]), cache=caches)
+        with left_as_it_was(model):
+            model(mx.array([[0, 1]]), cache=caches)
         unseen = [entry.layer for entry, cache in zip(installed.plan, caches, strict=True) if not _observed(cache)]
         if unseen:
             raise ValueError(

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from velox_cache.introspection.cache_kinds import is_plain, parts
 from velox_cache.introspection.plan import plain_caches
+from velox_cache.introspection.probing import left_as_it_was
 from velox_fn.engine.eviction import Eviction
 from velox_fn.methods.fusion import PER_TERM
 
@@ -39,7 +40,8 @@ class KeyLayouts:
     def _found(self) -> Mapping[int, KeyLayout]:
         caches = plain_caches(self._model)
         try:
-            self._model(mx.array([[0, 1]]), cache=caches)
+            with left_as_it_was(self._model):
+                self._model(mx.array([[0, 1]]), cache=caches)
         except Exception:  # whatever it is, the caller's own first call says it better
             return {}
         plain = [(layer, part) for layer, entry in enumerate(caches) for part in parts(entry) if is_plain(part)]
@@ -53,7 +55,8 @@ def check_filter_layout(layouts: KeyLayouts, layer: int, method: Eviction) -> No
     if layout is None:
         return
     for name, array in method.params.items():
-        dims = () if name in PER_TERM else array.shape[1:2]
+        of_rows = name not in PER_TERM and array.ndim < 4  # others are of terms, or of pairs of dimensions
+        dims = array.shape[1:2] if of_rows else ()
         if array.shape[0] != layout.n_kv_heads or any(dim != layout.head_dim for dim in dims):
             raise ValueError(
                 f"layer {layer} has {layout.n_kv_heads} KV heads of dimension {layout.head_dim}, but its {name} have "

@@ -6,7 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import KVCache
+
+from velox_cache.introspection.cache_kinds import is_plain, with_parts
+from velox_cache.introspection.probing import left_as_it_was
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,13 @@ def masks_asked_for(model: nn.Module, caches: Sequence[Any]) -> MasksAskedFor:
     loaded yet stay so. A model that cannot be called here (without a Metal device, say) asks for nothing.
     """
     asked: list[MasksAskedFor] = []
+
+    def listening(cache: Any) -> Any:
+        return _ListeningKVCache(asked) if is_plain(cache) else cache
+
     try:
-        model(mx.array([[0, 1]]), cache=[_listening(cache, asked) for cache in caches])
+        with left_as_it_was(model):
+            model(mx.array([[0, 1]]), cache=[with_parts(cache, listening) for cache in caches])
     except Exception:  # whatever it is, the caller's own first call says it better
         return MasksAskedFor()
     return MasksAskedFor(any(mask.arrays for mask in asked), any(mask.windows for mask in asked))
@@ -41,9 +49,3 @@ class _ListeningKVCache(KVCache):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         self._asked.append(MasksAskedFor(return_array, window_size is not None))
         return super().make_mask(N, return_array=return_array, window_size=window_size)
-
-
-def _listening(cache: Any, asked: list[MasksAskedFor]) -> Any:
-    if isinstance(cache, CacheList):
-        return CacheList(*(_listening(part, asked) for part in cache.caches))
-    return _ListeningKVCache(asked) if type(cache) is KVCache else cache

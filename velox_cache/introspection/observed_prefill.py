@@ -11,6 +11,7 @@ from mlx_lm.models.cache import KVCache
 from velox_cache.introspection.cache_kinds import is_list, is_plain, with_parts
 from velox_cache.introspection.latents import latent_attentions, over_latents
 from velox_cache.introspection.plan import plain_caches
+from velox_cache.introspection.probing import left_as_it_was
 from velox_cache.introspection.query_tap import ObservedAttention, flat_caches, observe_queries
 
 
@@ -55,23 +56,24 @@ def observed_prefill(
     caches = viewed_caches(model) if caches is None else caches
     layer_of = {id(cache): layer for layer, entry in enumerate(caches) for cache in flat_caches([entry])}
     attention_of = _latent_attention_of(model, caches)
-    for start in range(0, len(tokens), prefill_step_size):
-        block: list[LayerQueries] = []
+    with left_as_it_was(model):
+        for start in range(0, len(tokens), prefill_step_size):
+            block: list[LayerQueries] = []
 
-        def keep(call: ObservedAttention, block: list[LayerQueries] = block) -> None:
-            if not isinstance(call.cache, _ViewedKVCache) or call.cache.view is None:
-                return
-            layer, attention = layer_of[id(call.cache)], attention_of.get(id(call.cache))
-            if attention is not None:
-                queries, terms = over_latents(attention, call, call.cache.view)
-                block.append(LayerQueries(layer, queries, *call.cache.view, call.scale, terms))
-            elif call.cache.is_read_by(call):
-                block.append(LayerQueries(layer, call.queries, call.keys, call.values, call.scale, call.terms))
+            def keep(call: ObservedAttention, block: list[LayerQueries] = block) -> None:
+                if not isinstance(call.cache, _ViewedKVCache) or call.cache.view is None:
+                    return
+                layer, attention = layer_of[id(call.cache)], attention_of.get(id(call.cache))
+                if attention is not None:
+                    queries, terms = over_latents(attention, call, call.cache.view)
+                    block.append(LayerQueries(layer, queries, *call.cache.view, call.scale, terms))
+                elif call.cache.is_read_by(call):
+                    block.append(LayerQueries(layer, call.queries, call.keys, call.values, call.scale, call.terms))
 
-        with observe_queries(model, keep, caches=caches):
-            model(mx.array([list(tokens[start : start + prefill_step_size])]), cache=caches)
-        yield block
-        mx.eval([cache.state for cache in caches])
+            with observe_queries(model, keep, caches=caches):
+                model(mx.array([list(tokens[start : start + prefill_step_size])]), cache=caches)
+            yield block
+            mx.eval([cache.state for cache in caches])
 
 
 class _ViewedKVCache(KVCache):

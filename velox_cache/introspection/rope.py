@@ -10,10 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import rope_utils
-from mlx_lm.models.cache import CacheList
 
-from velox_cache.introspection.cache_kinds import is_plain
+from velox_cache.introspection.cache_kinds import is_list, is_plain, with_parts
 from velox_cache.introspection.plan import plain_caches
+from velox_cache.introspection.probing import left_as_it_was
 from velox_cache.introspection.query_tap import flat_caches
 from velox_fn.engine.rope import RopeSpec, rope_remap_positions
 
@@ -59,6 +59,14 @@ class ModelRopes:
             "leave renumber=False, or give rope=RopeSpec(dims, base, ...)"
         )
 
+    def if_known(self, layer: int) -> RopeSpec | None:
+        """`of_layer`, or None where it raises and where no dimension turns."""
+        try:
+            spec = self.of_layer(layer)
+        except ValueError:
+            return None
+        return spec if spec.dims else None
+
     @functools.cached_property
     def _specs(self) -> tuple[RopeSpec, ...]:
         return tuple(dict.fromkeys(spec for module in self._model.modules() for spec in rope_specs_of(module)))
@@ -86,9 +94,10 @@ class ModelRopes:
     def _rows_at(self, position: int) -> dict[int, tuple[mx.array, mx.array]]:
         own = plain_caches(self._model)
         plain = {layer: cache for layer, entry in enumerate(own) for cache in flat_caches([entry]) if is_plain(cache)}
-        logits = self._model(_PROBED, cache=[_at(position, cache) for cache in own])
+        with left_as_it_was(self._model):
+            logits = self._model(_PROBED, cache=[_at(position, cache) for cache in own])
         rows = {layer: (cache.keys, cache.values) for layer, cache in plain.items() if cache.keys is not None}
-        mx.eval(logits, rows)  # the logits too: ranks that share a model wait for each other
+        mx.eval(getattr(logits, "logits", logits), rows)  # the logits too: ranks that share a model wait for each other
         return rows
 
 
@@ -133,8 +142,8 @@ def _standing(cls: type) -> type:
 
 def _at(position: int, cache: Any) -> Any:
     """`cache`, or those in it, standing at `position`: sliding ones too, for some models ask only the first."""
-    if isinstance(cache, CacheList):
-        return CacheList(*(_at(position, part) for part in cache.caches))
+    if is_list(cache):
+        return with_parts(cache, lambda part: _at(position, part))
     if "offset" in vars(cache):
         cache.__class__, cache.offset = _standing(type(cache)), position
         if hasattr(cache, "start_position"):  # of a chunk

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from velox_cache.introspection.cache_kinds import is_plain, parts
 from velox_cache.introspection.plan import plain_caches
+from velox_cache.introspection.probing import left_as_it_was
 from velox_fn.engine.half import Widths
 from velox_fn.engine.records import arrays
 
@@ -22,7 +23,8 @@ def row_bytes(model: nn.Module, widths: Mapping[int, Widths] = MappingProxyType(
     """
     caches = plain_caches(model)
     try:
-        model(mx.array([[0]]), cache=caches)
+        with left_as_it_was(model):
+            model(mx.array([[0]]), cache=caches)
     except Exception:  # whatever it is, the caller's own first call says it better
         return (None,) * len(caches)
     return tuple(

@@ -1,6 +1,7 @@
 """Attention weights of a block's queries over stored rows, for the methods that score by them."""
 
 import dataclasses
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -35,6 +36,8 @@ class Reading:
 
 Queries = mx.array | Reading
 """The queries [B,H_q,S,D] of a block over the rows themselves, or with the arrays that they read."""
+Noise = Callable[[mx.array, mx.array], mx.array]
+"""(positions int32 [B,S'] of queries, [B,H,n'] of rows) -> numbers that broadcast to logits [B,H,G,S',n']"""
 
 
 @record
@@ -102,7 +105,7 @@ def observe_rows(
     )
 
 
-def attention_mass(observed: Observed, power: int = 1) -> mx.array:
+def attention_mass(observed: Observed, power: int = 1, noise: Noise | None = None) -> mx.array:
     """The sum of weights ** power over the block's queries, and over the query heads of a group.
 
     A query sees the rows at its own and earlier positions. Logits that are not finite are masked. The weights of a
@@ -111,6 +114,7 @@ def attention_mass(observed: Observed, power: int = 1) -> mx.array:
     Args:
         observed: of `observe_rows`.
         power: 1 or 2.
+        noise: adds to the logits. It is asked for a range of queries at a time.
 
     Returns:
         float32 [B,H,n].
@@ -122,13 +126,18 @@ def attention_mass(observed: Observed, power: int = 1) -> mx.array:
     for start in range(0, n_queries, at_once):
         stop = min(start + at_once, n_queries)
         unseen = n_queries - stop  # the block's rows stand last: these come after every query of this range
-        weights = _weights(observed, keys[:, :, : n_rows - unseen], start, stop)
+        weights = _weights(observed, keys[:, :, : n_rows - unseen], start, stop, noise)
         mass = (weights if power == 1 else mx.square(weights)).sum(axis=(2, 3))
         total = total + mx.pad(mass, [(0, 0), (0, 0), (0, unseen)])
     return total
 
 
-def _weights(observed: Observed, keys: mx.array, start: int, stop: int) -> mx.array:
+def attention_weights(observed: Observed) -> mx.array:
+    """The weights float32 [B,H,G,S,n] that `attention_mass` sums, of a few queries: all are held at once."""
+    return _weights(observed, widened(observed.keys), 0, observed.query_positions.shape[1])
+
+
+def _weights(observed: Observed, keys: mx.array, start: int, stop: int, noise: Noise | None = None) -> mx.array:
     """Softmax weights float32 [B,H,G,S',n'] of queries `start` to `stop` over the first n' rows, of these keys."""
     batch, n_read, n_rows, head_dim = keys.shape
     n_kv_heads = observed.scores.shape[1]
@@ -139,6 +148,8 @@ def _weights(observed: Observed, keys: mx.array, start: int, stop: int) -> mx.ar
         added = observed.added[..., :n_rows]
         logits = logits + (added if added.shape[3] == 1 else added[:, :, :, start:stop])
     logits = logits.reshape(batch, n_kv_heads, -1, *logits.shape[3:])
+    if noise is not None:
+        logits = logits + noise(observed.query_positions[:, start:stop], observed.positions[:, :, :n_rows])
     # Kept rows precede the block, whose rows and padding stand alike in every head: the first one's mask is everyone's.
     at_row = observed.positions[:, :1, None, None, :n_rows]
     at_query = observed.query_positions[:, None, None, start:stop, None]

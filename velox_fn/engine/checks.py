@@ -24,6 +24,16 @@ def whole_number(name: str, value: object, least: int) -> int:
     return number
 
 
+def above_zero(name: str, value: object) -> float:
+    """`value` as a float above 0 and finite. ValueError otherwise; booleans are refused."""
+    number = plain(value)
+    if isinstance(number, bool | np.bool_) or not isinstance(number, int | float | np.floating):
+        raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{name} must be above 0 and finite, got {number}")
+    return float(number)
+
+
 def plain(value: Any) -> Any:
     """`value` as an int where it is a whole number of another type, such as numpy's; anything else as it is."""
     if isinstance(value, bool | np.bool_):  # older numpy's have a __index__ too

@@ -85,23 +85,34 @@ def mean_rotation(first: mx.array, n_positions: int, rope: RopeSpec) -> tuple[mx
 
 def turn_by(vectors: mx.array, cos: mx.array, sin: mx.array, rope: RopeSpec) -> mx.array:
     """Vectors [...,D] turned by the given cosines and sines, broadcastable to [...,dims/2]; the vectors' dtype."""
-    before, turned, after = mx.split(vectors, [rope.first, rope.first + rope.dims], axis=-1)
-    turned = turned.astype(mx.float32)
-    half = rope.dims // 2
-    if rope.traditional:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-    else:
-        first, second = turned[..., :half], turned[..., half:]
+    before, _, after = mx.split(vectors, [rope.first, rope.first + rope.dims], axis=-1)
+    first, second = rotary_pairs(vectors, rope)
     parts = [first * cos - second * sin, first * sin + second * cos]
-    turned = mx.stack(parts, axis=-1).reshape(turned.shape) if rope.traditional else mx.concatenate(parts, axis=-1)
+    if rope.traditional:
+        turned = mx.stack(parts, axis=-1).reshape(*vectors.shape[:-1], rope.dims)
+    else:
+        turned = mx.concatenate(parts, axis=-1)
     return mx.concatenate([before, turned.astype(vectors.dtype), after], axis=-1)
+
+
+def rotary_pairs(vectors: mx.array, rope: RopeSpec) -> tuple[mx.array, mx.array]:
+    """The first and second numbers float32 [...,dims/2] of the pairs that turn, of vectors [...,D]."""
+    turned = vectors[..., rope.first : rope.first + rope.dims].astype(mx.float32)
+    if rope.traditional:
+        return turned[..., 0::2], turned[..., 1::2]
+    return turned[..., : rope.dims // 2], turned[..., rope.dims // 2 :]
+
+
+def pair_angles(rope: RopeSpec) -> mx.array:
+    """By how much each pair turns from one position to the next, float32 [dims/2]."""
+    if rope.freqs is None:
+        angles: mx.array = rope.base ** (-mx.arange(0, rope.dims, 2, dtype=mx.float32) / max(rope.dims, 1))
+    else:
+        angles = 1 / mx.array(rope.freqs, mx.float32)
+    return rope.scale * angles
 
 
 def _rotation(turns: mx.array, rope: RopeSpec) -> tuple[mx.array, mx.array]:
     """Cosine and sine float32 [...,dims/2] of the rotation by that many positions, float32 [...]."""
-    if rope.freqs is None:
-        angles = rope.base ** (-mx.arange(0, rope.dims, 2, dtype=mx.float32) / max(rope.dims, 1))
-    else:
-        angles = 1 / mx.array(rope.freqs, mx.float32)
-    angles = (turns * rope.scale)[..., None] * angles
+    angles = turns[..., None] * pair_angles(rope)
     return mx.cos(angles), mx.sin(angles)

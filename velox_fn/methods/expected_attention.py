@@ -69,6 +69,7 @@ def expected_attention(
     rollback: int = 0,
     query_mean: mx.array | None = None,
     query_cov: mx.array | None = None,
+    use_metal_kernels: bool | None = None,
     interval: int = 1,
     pinned: Pinned = (),
 ) -> Eviction:
@@ -85,6 +86,7 @@ def expected_attention(
         rollback: tokens that can be taken back after evictions; with calibrated moments only.
         query_mean: float32 [H,D], the calibrated mean of each KV head's queries, scaled as attention scales them.
         query_cov: float32 [H,D,D], their covariance.
+        use_metal_kernels: for eviction; with calibrated moments only. True or False; None uses them where they run.
         interval: rows leave only at multiples of it (`at_intervals`).
         pinned: half-open ranges of positions that always stay (`pinning`).
 
@@ -111,12 +113,17 @@ def expected_attention(
             n_sink=n_sink,
             recent=recent,
             rollback=rollback,
+            use_metal_kernels=use_metal_kernels,
             params=_checked_moments(query_mean, query_cov),
             settings=settings,
         )
         return at_intervals(pinning(method, pinned), interval)
     if rollback:
         raise ValueError(f"rollback={rollback} needs query_mean and query_cov: without them queries change all scores")
+    if use_metal_kernels:
+        raise ValueError(
+            "use_metal_kernels=True needs query_mean and query_cov: without them rows are scored anew with every call"
+        )
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
 
     def init(

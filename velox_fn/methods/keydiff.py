@@ -45,6 +45,7 @@ def keydiff(
     recent: int = 0,
     rollback: int = 0,
     mean_keys: mx.array | None = None,
+    use_metal_kernels: bool | None = None,
     interval: int = 1,
     pinned: Pinned = (),
 ) -> Eviction:
@@ -58,6 +59,7 @@ def keydiff(
         recent: trailing tokens that always stay.
         rollback: tokens that can be taken back after evictions; with `mean_keys` only.
         mean_keys: float32 [H,D], the calibrated mean key direction of each KV head.
+        use_metal_kernels: for eviction; with `mean_keys` only. True or False; None uses them where they run.
         interval: rows leave only at multiples of it (`at_intervals`).
         pinned: half-open ranges of positions that always stay (`pinning`).
 
@@ -83,11 +85,14 @@ def keydiff(
             n_sink=n_sink,
             recent=recent,
             rollback=rollback,
+            use_metal_kernels=use_metal_kernels,
             params={"mean_keys": mean_keys},
         )
         return at_intervals(pinning(method, pinned), interval)
     if rollback:
         raise ValueError(f"rollback={rollback} needs mean_keys: without them every new key changes all scores")
+    if use_metal_kernels:
+        raise ValueError("use_metal_kernels=True needs mean_keys: without them rows are scored anew with every call")
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
 
     init = dynamic_init(budget=budget, n_sink=n_sink, recent=recent)

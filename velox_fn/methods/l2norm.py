@@ -25,7 +25,14 @@ from velox_fn.engine.static import Params, StaticState, static_eviction
 
 
 def l2norm(
-    *, budget: int = 512, n_sink: int = 4, recent: int = 0, rollback: int = 0, interval: int = 1, pinned: Pinned = ()
+    *,
+    budget: int = 512,
+    n_sink: int = 4,
+    recent: int = 0,
+    rollback: int = 0,
+    use_metal_kernels: bool | None = None,
+    interval: int = 1,
+    pinned: Pinned = (),
 ) -> Eviction[StaticState]:
     """The L2Norm method: keep the keys [B,H,S,D] of the smallest norm.
 
@@ -36,6 +43,7 @@ def l2norm(
         n_sink: leading tokens that always stay.
         recent: trailing tokens that always stay.
         rollback: tokens that can be taken back after evictions.
+        use_metal_kernels: for eviction. True or False; None uses them where they run.
         interval: rows leave only at multiples of it (`at_intervals`).
         pinned: half-open ranges of positions that always stay (`pinning`).
 
@@ -51,7 +59,13 @@ def l2norm(
         256
     """
     method = static_eviction(
-        "l2norm", _minus_squared_norm, budget=budget, n_sink=n_sink, recent=recent, rollback=rollback
+        "l2norm",
+        _minus_squared_norm,
+        budget=budget,
+        n_sink=n_sink,
+        recent=recent,
+        rollback=rollback,
+        use_metal_kernels=use_metal_kernels,
     )
     return at_intervals(pinning(method, pinned), interval)
 

@@ -4,19 +4,14 @@ A row's score is a hash of (seed, layer, head, position), uniform in [0, 1). It 
 batch, nor on how the tokens were split into calls. So a run can be repeated, and chunks do not change the kept set.
 """
 
-from typing import TypeVar
-
 import mlx.core as mx
 
-from velox_fn.engine import checks
+from velox_fn.engine.draws import checked_draws, drawn_bits, layer_key, uniform
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, StaticState, static_eviction
-
-_ALL = 0xFFFFFFFF
-_Bits = TypeVar("_Bits", int, mx.array)  # an array of uint32
 
 
 def random_eviction(
@@ -28,6 +23,7 @@ def random_eviction(
     layer: int = 0,
     first_head: int = 0,
     rollback: int = 0,
+    use_metal_kernels: bool | None = None,
     interval: int = 1,
     pinned: Pinned = (),
 ) -> Eviction[StaticState]:
@@ -44,6 +40,7 @@ def random_eviction(
         first_head: the index, among the layer's KV heads, of the first one that this cache holds. Not 0 where a model's
             heads are spread over machines.
         rollback: tokens that can be taken back after evictions.
+        use_metal_kernels: for eviction. True or False; None uses them where they run.
         interval: rows leave only at multiples of it (`at_intervals`).
         pinned: half-open ranges of positions that always stay (`pinning`).
 
@@ -58,11 +55,7 @@ def random_eviction(
         >>> random_eviction(budget=256, seed=7).settings["seed"]
         7
     """
-    draws = {"seed": seed, "layer": layer, "first_head": first_head}
-    draws = {name: checks.whole_number(name, value, 0) for name, value in draws.items()}
-    for name, value in draws.items():
-        if value >= 2**32:
-            raise ValueError(f"{name} must be below 2**32, got {value}")
+    draws = checked_draws(seed, layer, first_head)
     method = static_eviction(
         "random",
         _drawn,
@@ -70,7 +63,11 @@ def random_eviction(
         n_sink=n_sink,
         recent=recent,
         rollback=rollback,
-        numbers=(mx.array(_mixed(_mixed(draws["seed"]) ^ draws["layer"]), mx.uint32), mx.array(first_head, mx.uint32)),
+        use_metal_kernels=use_metal_kernels,
+        numbers=(
+            mx.array(layer_key(draws["seed"], draws["layer"]), mx.uint32),
+            mx.array(draws["first_head"], mx.uint32),
+        ),
         settings=draws,
     )
     return at_intervals(pinning(method, pinned), interval)
@@ -78,14 +75,4 @@ def random_eviction(
 
 def _drawn(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:
     of_layer, first_head = params  # uint32 [B,1,1]
-    heads = first_head + mx.arange(keys.shape[1], dtype=mx.uint32)[:, None]
-    drawn = _mixed(_mixed(of_layer ^ heads) ^ positions.astype(mx.uint32))
-    uniform = (drawn >> 8).astype(mx.float32) * 2.0**-24  # 24 bits: exact in float32
-    return Scores(uniform, unseen=(keys, values))
-
-
-def _mixed(bits: _Bits) -> _Bits:
-    """Each number of 32 bits sent to another one, as MurmurHash3 finishes; one to one: positions never collide."""
-    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _ALL
-    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _ALL
-    return bits ^ (bits >> 16)
+    return Scores(uniform(drawn_bits(of_layer, first_head, positions, keys.shape[1])), unseen=(keys, values))

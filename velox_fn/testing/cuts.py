@@ -16,6 +16,7 @@ from velox_fn.testing.trials import (
     fed,
     hold,
     positions,
+    proxies,
     same_kept,
 )
 
@@ -31,7 +32,7 @@ def padding_is_never_kept(method: Eviction, layer: Layer = LAYER) -> None:
     for part in tokens:
         part[1, :, n + 1 :] = np.nan
     keys, values, queries = map(mx.array, tokens)
-    for proxy in (True, False):
+    for proxy in proxies(method):
         state, start = begun(method, (keys, values, queries)), 0
         for n_tokens, valid in zip(calls, real, strict=True):
             k, v, q = cut_out((keys, values, queries), start, n_tokens)

@@ -19,6 +19,7 @@ from velox_fn.testing.trials import (
     hold,
     most_kept,
     positions,
+    proxies,
 )
 
 
@@ -26,7 +27,7 @@ def the_budget_holds(method: Eviction, layer: Layer = LAYER) -> None:
     """As many rows as the budget says are kept, whatever the calls."""
     budget, n_over = budget_of(method), enough(method, layer)
     calls = (1, 4, 3, 1, 1, n_over + 257, 1, 1, 2)
-    for proxy in (True, False):
+    for proxy in (True, False):  # whoever reads no queries is given them all the same
         tokens = block(sum(calls), layer=layer)
         state, seen = begun(method, tokens), 0
         for n_tokens in calls:
@@ -52,7 +53,7 @@ def the_offset_counts_tokens(method: Eviction, layer: Layer = LAYER) -> None:
 def kept_rows_are_tokens_in_order(method: Eviction, layer: Layer = LAYER) -> None:
     """A kept row is a token's, bit for bit, at its position, and rows stand in temporal order."""
     n = enough(method, layer)
-    for proxy in (True, False):
+    for proxy in proxies(method):
         tokens = block(n + 40, seed=1, layer=layer)
         state = fed(method, tokens, [n, 1, 1, 1, 20, *[1] * 17], proxy=proxy)
         at = kept_positions(state)
@@ -87,7 +88,7 @@ def a_block_sees_what_was_kept_and_itself(method: Eviction, layer: Layer = LAYER
     """The view is the rows kept before the call and the block, which nothing leaves before it has attended."""
     n = enough(method, layer)
     tokens = block(n + 12, layer=layer)
-    for proxy in (True, False):
+    for proxy in proxies(method):
         keys, values, queries = cut_out(tokens, 0, n)
         _, view = method.update(begun(method, tokens), keys, values, queries=None if proxy else queries)
         for seen, given in zip(view, (keys, values), strict=True):

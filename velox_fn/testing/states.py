@@ -20,6 +20,7 @@ from velox_fn.testing.trials import (
     hold,
     operations,
     positions,
+    proxies,
     same_kept,
 )
 
@@ -37,7 +38,7 @@ def a_state_can_be_forked(method: Eviction, layer: Layer = LAYER) -> None:
     """An update leaves the state that it was given as it was, to be gone on from again."""
     n = enough(method, layer)
     tokens = block(n + 30, layer=layer)
-    for proxy in (True, False):
+    for proxy in proxies(method):
         before = fed(method, tokens, [n, 1, 1], proxy=proxy)
         mx.eval(arrays(before))
         held = [bits(leaf).copy() for leaf in arrays(before)]
@@ -58,7 +59,7 @@ def an_update_traces(method: Eviction, layer: Layer = LAYER) -> None:
     for calls in ([], [5], [n], [n, 1, 1]):
         state = fed(method, tokens, calls)
         for n_tokens in (1, 7):
-            for proxy in (True, False):
+            for proxy in proxies(method):
                 _traces(method, state, cut_out(tokens, n + 2, n_tokens), proxy)
 
 

@@ -49,6 +49,11 @@ def fed(method: Eviction, tokens: Tokens, calls: Sequence[int], *, proxy: bool =
     return state
 
 
+def proxies(method: Eviction) -> tuple[bool, ...]:
+    """Whether keys stand in for queries: tried both ways where a method reads queries."""
+    return (True, False) if method.needs_queries else (True,)
+
+
 def bits(array: mx.array) -> np.ndarray[Any, Any]:
     """The array's bytes, so that NaN equals NaN and nothing is rounded."""
     return np.array(array.view(mx.uint8) if array.dtype != mx.bool_ else array)

@@ -13,6 +13,12 @@ assert_type(velox_fn.__version__, str)
 assert_type(velox_cache.__version__, str)
 
 
+def rows_read(view: tuple[mx.array, mx.array]) -> int:
+    """How many rows a query sees: a view's halves are arrays, unless the method has `bits`."""
+    keys, _ = view
+    return keys.shape[2]
+
+
 def heads_apart(budget: int, block: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
     """The first half of the heads under StreamingLLM, the others under L2Norm, in a loop of one's own."""
     keys, values = block
@@ -22,7 +28,7 @@ def heads_apart(budget: int, block: tuple[mx.array, mx.array]) -> tuple[mx.array
     for method, heads in zip(methods, (slice(0, half), slice(half, None)), strict=True):
         state = method.init(keys.shape[0], half, keys.shape[-1], values.shape[-1], keys.dtype)
         state, view = method.update(state, keys[:, heads], values[:, heads])
-        assert_type(view, tuple[mx.array, mx.array])
+        assert rows_read(view) == keys.shape[2]
         state = with_arrays(state, [leaf + mx.zeros_like(leaf) for leaf in arrays(state)])
         assert_type(kv(state), tuple[mx.array, mx.array])
         assert_type(kept_bytes(state), int)
@@ -54,7 +60,7 @@ def compiled_steps(block: tuple[mx.array, mx.array], budget: int) -> DynamicStat
     for t in range(keys.shape[2]):
         token = keys[:, :, t : t + 1]
         state, view = step(state, token, values[:, :, t : t + 1], queries=token)
-        assert_type(view, tuple[mx.array, mx.array])
+        assert rows_read(view) <= budget + 1
     assert_type(state, DynamicState)
     return state
 

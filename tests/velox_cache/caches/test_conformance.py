@@ -239,8 +239,10 @@ def test_window_size_is_refused() -> None:
         small("qfilters").make_mask(4, window_size=8)
 
 
-def test_left_padding_is_refused() -> None:
-    with pytest.raises(ValueError, match="left_padding"):
+def test_left_padding_is_refused_at_intervals_and_where_it_is_not_one_number_per_sequence() -> None:
+    with pytest.raises(ValueError, match=r"left_padding=\[3\] cannot work with interval=16"):
+        vc.EvictingKVCache(method_factory("l2norm")(budget=140, interval=16)).prepare(left_padding=[3])
+    with pytest.raises(ValueError, match="left_padding has 2 entries for a batch of 1 sequences"):
         small("qfilters").prepare(left_padding=[0, 3])
 
 

@@ -72,7 +72,7 @@ def drafted(model: nn.Module, draft: nn.Module, n_tokens: int, prompt: list[int]
 
 
 @pytest.mark.parametrize("method", STATIC)
-@pytest.mark.parametrize("num_draft_tokens", [1, 4])
+@pytest.mark.parametrize("num_draft_tokens", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_every_round_leaves_the_state_of_the_accepted_tokens(
     method: str, num_draft_tokens: int, tiny_model: Callable[..., nn.Module]
 ) -> None:
@@ -95,6 +95,7 @@ def test_every_round_leaves_the_state_of_the_accepted_tokens(
     assert all(cache.rounds_compared_after_eviction > 20 for cache in caches)
 
 
+@pytest.mark.slow
 def test_calibrated_filters_with_rollback_hold_too_and_over_300_tokens(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model()
     filters = [mx.random.normal((2, 8), key=mx.random.key(layer)) for layer in range(2)]

@@ -6,8 +6,9 @@ on, is there for no other thread. So a call that mlx_lm's caches answer without 
 
 import copy
 import pickle
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -46,26 +47,29 @@ OURS_ALONE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def in_a_thread(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a thread of its own, on a stream of that thread's; what it raises."""
-    done: list[Any] = []
+InAThread = Callable[[Callable[[], Any]], Any]
+"""What some work returns, or raises, in one certain thread."""
 
-    def run() -> None:
-        try:
-            with mx.stream(mx.new_thread_local_stream(mx.cpu)):
-                done.append((work(), None))
-        except Exception as error:
-            done.append((None, error))
-        finally:
-            mx.clear_streams()  # one that outlives its thread may abort the process when it ends
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    result, error = done[0]
-    if error is not None:
-        raise error
-    return result
+@contextmanager
+def thread_with_a_stream() -> Iterator[InAThread]:
+    """A thread that computes on a stream of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(mx.new_thread_local_stream, mx.cpu).result()
+
+        def on_the_stream(work: Callable[[], Any]) -> Any:
+            with mx.stream(stream):
+                return work()
+
+        yield lambda work: pool.submit(on_the_stream, work).result()
+        pool.submit(mx.clear_streams).result()  # one that outlives its thread may abort the process when it ends
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[tuple[InAThread, InAThread]]:
+    """Two threads, the same for all tests: MLX forgets no stream, and waits for every one that there ever was."""
+    with thread_with_a_stream() as first, thread_with_a_stream() as second:
+        yield first, second
 
 
 def read(cache: Any, n_tokens: int, seed: int) -> None:
@@ -75,7 +79,9 @@ def read(cache: Any, n_tokens: int, seed: int) -> None:
     mx.eval(keys.sum() + values.sum())
 
 
-def called_in_one_thread_and_continued_in_another(make: Callable[[], Any], n_tokens: int, call: Any) -> None:
+def called_in_one_thread_and_continued_in_another(
+    threads: tuple[InAThread, InAThread], make: Callable[[], Any], n_tokens: int, call: Any
+) -> None:
     def first() -> Any:
         cache = make()
         for seed, count in enumerate((n_tokens, 1, 1)):
@@ -87,8 +93,8 @@ def called_in_one_thread_and_continued_in_another(make: Callable[[], Any], n_tok
             read(cache, count, 10 + seed)
         mx.eval([part for part in cache.state if isinstance(part, mx.array)])
 
-    cache = in_a_thread(first)
-    in_a_thread(second)
+    cache = threads[0](first)
+    threads[1](second)
 
 
 def evicting(name: str, **settings: Any) -> Callable[[], EvictingKVCache]:
@@ -104,19 +110,21 @@ CACHES["calibrated rollback"] = lambda: EvictingKVCache(
 
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("n_tokens", [10, BUDGET - 2, 60], ids=lambda n: f"{n} tokens")
-def test_bookkeeping_leaves_nothing_for_another_thread(name: str, n_tokens: int) -> None:
+def test_bookkeeping_leaves_nothing_for_another_thread(
+    threads: tuple[InAThread, InAThread], name: str, n_tokens: int
+) -> None:
     calls = {label: lambda cache, call=call: (call(cache), cache)[1] for label, call in CALLS.items()}
     if name != "plain":
         calls |= {label: lambda cache, call=call: (call(cache), cache)[1] for label, call in OURS_ALONE.items()}
     for label, call in (calls | REMADE).items():
         try:
-            called_in_one_thread_and_continued_in_another(CACHES[name], n_tokens, call)
+            called_in_one_thread_and_continued_in_another(threads, CACHES[name], n_tokens, call)
         except RuntimeError as error:
             pytest.fail(f"after {label}: {error}")
 
 
-def test_what_the_other_thread_would_say() -> None:
+def test_what_the_other_thread_would_say(threads: tuple[InAThread, InAThread]) -> None:
     # Otherwise the test above could not fail.
-    lazy = in_a_thread(lambda: mx.ones((2,)) * 2)
+    lazy = threads[0](lambda: mx.ones((2,)) * 2)
     with pytest.raises(RuntimeError, match="no Stream"):
-        in_a_thread(lambda: mx.eval(lazy))
+        threads[1](lambda: mx.eval(lazy))

@@ -8,35 +8,37 @@ from velox_cache.calibration import row_worth as module
 from velox_cache.calibration.row_worth import AGES, N_SINK, row_worth
 from velox_cache.introspection.observed_prefill import LayerQueries
 
-H, G, D, D_V, N, ASKED = 2, 2, 6, 5, 24, 3
-T = 2 * N + ASKED
+H, G, D, D_V, N = 2, 2, 6, 5, 24
 SCALE = 0.7
 
 
-def a_call(sinks):
+def a_call(before=0, sinks=False, n=N):
     rng = np.random.default_rng(4)
-    shapes = ((1, H * G, T, D), (1, H, T, D), (1, H, T, D_V))
+    shapes = ((1, H * G, n, D), (1, H, before + n, D), (1, H, before + n, D_V))
     parts = [mx.array(rng.standard_normal(shape).astype(np.float32)) for shape in shapes]
     terms = {"sinks": mx.array(rng.standard_normal(H * G).astype(np.float32))} if sinks else {}
     return LayerQueries(0, *parts, SCALE, terms)
 
 
 def weights(call, query_head):
-    """Attention [T,T] of one query head in float64."""
+    """Attention [S,n] of one query head in float64."""
     queries, keys = np.array(call.queries, np.float64)[0, query_head], np.array(call.keys, np.float64)[0]
     logits = SCALE * queries @ keys[query_head // G].T
-    exponentials = np.exp(np.where(np.tri(T, dtype=bool), logits, -np.inf))
+    causal = np.tri(*logits.shape, k=logits.shape[1] - logits.shape[0], dtype=bool)
+    exponentials = np.exp(np.where(causal, logits, -np.inf))
     beside = np.exp(float(call.terms["sinks"][query_head].item())) if call.terms else 0
     return exponentials / (exponentials.sum(1, keepdims=True) + beside)
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_worth_is_attention_times_what_it_moves(sinks):
-    call, window = a_call(sinks), N // 4
-    found = row_worth(call, N)
-    rows = list(range(N_SINK, N - 2 * window))
-    assert found.keys.shape == (H, len(rows), D)
-    assert mx.array_equal(found.values, call.values[0, :, N_SINK : N - 2 * window])
+@pytest.mark.parametrize("most_queries", [128, 8])
+@pytest.mark.parametrize(("before", "sinks"), [(0, False), (0, True), (10, False)], ids=["", "sinks", "later block"])
+def test_worth_is_later_attention_times_what_it_moves(monkeypatch, before, sinks, most_queries):
+    monkeypatch.setattr(module, "MOST_QUERIES", most_queries)
+    call, window, stride = a_call(before, sinks), N // 4, max(1, N // most_queries)
+    found = row_worth(call)
+    rows = list(range(before or N_SINK, before + N - 2 * window))
+    assert mx.array_equal(found.keys, call.keys[0, :, rows[0] : rows[-1] + 1])
+    assert mx.array_equal(found.values, call.values[0, :, rows[0] : rows[-1] + 1])
     for head in range(H):
         values = np.array(call.values, np.float64)[0, head]
         moved = []
@@ -44,20 +46,31 @@ def test_worth_is_attention_times_what_it_moves(sinks):
             attention = weights(call, query_head)
             outputs = attention @ values
             moved.append(attention * np.linalg.norm(values[None] - outputs[:, None], axis=-1))
-        both = np.stack(moved)
-        natural = [np.log(both[:, row + window : N, row].mean(0).mean()) for row in rows]
-        repeated = [np.log(both[:, T - N :, row].max()) for row in rows]
-        np.testing.assert_allclose(found.worth[head], np.stack([natural, repeated], -1), rtol=2e-4, atol=2e-4)
+        mean = np.mean(moved, axis=0)
+        wanted = [
+            np.log(np.mean([mean[t, row] for t in range(0, N, stride) if before + t - row >= window])) for row in rows
+        ]
+        np.testing.assert_allclose(found.worth[head], wanted, rtol=2e-4, atol=2e-4)
 
 
-def test_attention_by_age_counts_the_rows_of_the_text_that_are_no_sinks(monkeypatch):
+def test_attention_by_age_counts_late_queries_and_the_rows_that_have_a_worth(monkeypatch):
     monkeypatch.setattr(module, "AGES", (2, 5, 9))
-    call = a_call(sinks=False)
-    found = row_worth(call, N)
-    mean = np.stack([weights(call, h) for h in range(H * G)]).reshape(H, G, T, T).mean(1)
+    call = a_call()
+    found = row_worth(call)
+    mean = np.stack([weights(call, h) for h in range(H * G)]).reshape(H, G, N, N).mean(1)
     for i, (least, most) in enumerate(((2, 5), (5, 9))):
-        pairs = [(t, row) for t in range(N // 2, N) for row in range(N_SINK, N) if least <= t - row < most]
+        pairs = [(t, r) for t in range(N // 2, N) for r in range(N_SINK, N - 12) if least <= t - r < most]
         wanted = [sum(mean[head, t, row] for t, row in pairs) for head in range(H)]
         np.testing.assert_allclose(found.by_age[:, i], wanted, rtol=1e-5)
         assert found.n_pairs[:, i].tolist() == [len(pairs)] * H
     assert len(AGES) > 2
+
+
+def test_a_block_that_is_too_short_has_no_worth():
+    assert row_worth(a_call(n=N_SINK)) is None
+
+
+def test_every_row_is_seen_by_some_query_however_few_are_looked_at(monkeypatch):
+    monkeypatch.setattr(module, "MOST_QUERIES", 2)
+    found = row_worth(a_call(before=3, n=80))
+    assert found.worth.min().item() > -20

@@ -12,96 +12,93 @@ from velox_cache.calibration.score_fit import (
     fitted,
     held_out_correlations,
 )
-from velox_cache.calibration.score_sums import no_score_sums, with_text
+from velox_cache.calibration.score_sums import no_score_sums, with_worth
 
 H, D, D_V, N = 2, 4, 3, 60
 ALL = FEATURES[-1]
 TRUE = np.random.default_rng(9).standard_normal((H, 2 * (D + D_V)))
 
 
-def features(text):
-    keys, values = np.array(text.keys, np.float64), np.array(text.values, np.float64)
+def features(block):
+    keys, values = np.array(block.keys, np.float64), np.array(block.values, np.float64)
     return np.concatenate([keys, keys**2, values, values**2], -1)
 
 
-def a_text(seed, noise=0.5, slopes=(0.8, -0.3)):
+def a_block(seed, noise=0.5, slopes=(0.8, -0.3)):
     rng = np.random.default_rng(seed)
     keys, values = (1 + rng.standard_normal((H, N, width)) for width in (D, D_V))
     rows = np.concatenate([keys, keys**2, values, values**2], -1)
-    natural = np.einsum("hnf,hf->hn", rows, TRUE) + seed + noise * rng.standard_normal((H, N))
-    repeated = natural - 2 * keys[..., 0] + 3 * rng.standard_normal((H, N))
+    worth = np.einsum("hnf,hf->hn", rows, TRUE) + seed + noise * rng.standard_normal((H, N))
     middle = np.sqrt(np.multiply(AGES[:-1], AGES[1:]))
     by_age = 7 * middle ** -np.array(slopes)[:, None]
-    worth = np.stack([natural, repeated], -1)
     arrays = (keys, values, worth, by_age, np.full(by_age.shape, 7.0))
     return RowWorth(*(mx.array(array.astype(np.float32)) for array in arrays))
 
 
-def summed(texts, held_out=()):
+def summed(blocks, held_out=()):
     sums = no_score_sums(H, D, D_V)
-    for i, text in enumerate(texts):
-        sums = with_text(sums, text, held_out=i in held_out)
+    for i, block in enumerate(blocks):
+        sums = with_worth(sums, block, held_out=i in held_out)
     return sums
 
 
-def oracle(texts, ridge, blend, used):
+def oracle(blocks, ridge, used):
     """Weights [H,F] of a ridge regression on standardised features, from the rows themselves."""
-    rows = np.concatenate([features(t) - features(t).mean(1, keepdims=True) for t in texts], 1)
-    worth = [np.array(t.worth, np.float64) for t in texts]
+    rows = np.concatenate([features(t) - features(t).mean(1, keepdims=True) for t in blocks], 1)
+    worth = [np.array(t.worth, np.float64) for t in blocks]
     worth = np.concatenate([w - w.mean(1, keepdims=True) for w in worth], 1)
     weights = np.zeros(TRUE.shape)
     for head in range(H):
-        x, y = rows[head][:, used], worth[head] / worth[head].std(0)
-        target, spread = y @ np.array(blend), x.std(0)
+        x, y = rows[head][:, used], worth[head]
+        spread = x.std(0)
         x = np.concatenate([x / spread, np.sqrt(ridge * len(x)) * np.eye(len(spread))])
-        weights[head, used] = np.linalg.lstsq(x, np.pad(target, (0, len(spread))), rcond=None)[0] / spread
+        weights[head, used] = np.linalg.lstsq(x, np.pad(y, (0, len(spread))), rcond=None)[0] / spread
         predicted = rows[head] @ weights[head]
-        weights[head] *= predicted @ worth[head][:, 0] / (predicted @ predicted)
+        weights[head] *= predicted @ worth[head] / (predicted @ predicted)
     return weights
 
 
-@pytest.mark.parametrize("blend", [(1, 0), (0, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize(
     ("names", "used"), [(ALL, range(14)), ("keys", range(4)), ("keys+values", [*range(4), 8, 9, 10])]
 )
-def test_the_fit_is_the_ridge_regression_over_all_rows(blend, names, used):
-    texts = [a_text(seed) for seed in range(4)]
-    found = fitted(summed(texts, held_out={3}), ScoreChoice(names, 0.1, blend))
+def test_the_fit_is_the_ridge_regression_over_all_rows(names, used):
+    blocks = [a_block(seed) for seed in range(4)]
+    found = fitted(summed(blocks, held_out={3}), ScoreChoice(names, 0.1))
     weights = np.concatenate([np.array(array) for name, array in found.items() if name != "score_age"], 1)
-    np.testing.assert_allclose(weights, oracle(texts, 0.1, blend, list(used)), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(weights, oracle(blocks, 0.1, list(used)), rtol=1e-4, atol=1e-4)
     assert [array.shape for array in found.values()] == [(H, D), (H, D), (H, D_V), (H, D_V), (H,)]
 
 
-def test_sums_merge_over_texts():
-    texts = [a_text(seed) for seed in range(4)]
-    whole, first, second = summed(texts, {1, 3}), summed(texts[:2], {1}), summed(texts[2:], {1})
+def test_sums_merge_over_blocks():
+    blocks = [a_block(seed) for seed in range(4)]
+    whole, first, second = summed(blocks, {1, 3}), summed(blocks[:2], {1}), summed(blocks[2:], {1})
     for name in ("gram", "cross", "squares", "by_age", "n_pairs"):
         parts = np.array(getattr(first, name)) + np.array(getattr(second, name))
         np.testing.assert_allclose(np.array(getattr(whole, name)), parts, rtol=1e-12)
 
 
-def test_correlations_are_those_of_the_texts_held_out():
-    texts, choice = [a_text(seed) for seed in range(4)], ScoreChoice("keys", 0.1, (1, 0))
-    [found] = held_out_correlations({0: summed(texts, {2})}, choice).values()
-    weights = oracle([texts[0], texts[1], texts[3]], 0.1, (1, 0), [0, 1, 2, 3])
+def test_correlations_are_those_of_the_blocks_held_out():
+    blocks, choice = [a_block(seed) for seed in range(4)], ScoreChoice("keys", 0.1)
+    [found] = held_out_correlations({0: summed(blocks, {2})}, choice).values()
+    weights = oracle([blocks[0], blocks[1], blocks[3]], 0.1, [0, 1, 2, 3])
     for head in range(H):
-        predicted = features(texts[2])[head] @ weights[head]
-        wanted = np.corrcoef(predicted, np.array(texts[2].worth)[head, :, 0])[0, 1]
+        predicted = features(blocks[2])[head] @ weights[head]
+        wanted = np.corrcoef(predicted, np.array(blocks[2].worth)[head])[0, 1]
         assert found[head] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_the_features_that_the_worth_needs_are_chosen():
-    texts = [a_text(seed) for seed in range(4)]
-    assert best_choice({0: summed(texts, {3})}, (1, 0)).features == ALL
+    blocks = [a_block(seed) for seed in range(4)]
+    assert best_choice({0: summed(blocks, {3})}).features == ALL
 
 
-def test_with_no_text_held_out_a_choice_is_made_all_the_same():
-    choice = best_choice({0: summed([a_text(0)])}, (1, 0))
-    assert np.isfinite(np.array(fitted(summed([a_text(0)]), choice)["score_keys"])).all()
+def test_with_no_block_held_out_a_choice_is_made_all_the_same():
+    choice = best_choice({0: summed([a_block(0)])})
+    assert np.isfinite(np.array(fitted(summed([a_block(0)]), choice)["score_keys"])).all()
 
 
 def test_slopes_are_those_of_log_attention_against_log_age_and_never_negative():
-    slopes = age_slopes(summed([a_text(0), a_text(1)]))
+    slopes = age_slopes(summed([a_block(0), a_block(1)]))
     np.testing.assert_allclose(slopes, [0.8, 0.0], atol=1e-6)
 
 

@@ -118,9 +118,8 @@ def test_an_empty_prompt_is_refused(refused):
         (("--set", "bogus=1"), "no setting 'bogus'"),
         (("--method", "full", "--budget", "64"), "takes no settings"),
         (("--filters", "none.npz"), "none.npz"),
-        (("--layer-budgets", "pyramids"), "neither pyramid nor squeeze"),
-        (("--layer-budgets", "64,32", "--budget", "64"), "leaves nothing for --budget"),
-        (("--method", "full", "--layer-budgets", "pyramid"), "takes no settings"),
+        (("--layer-shares", "pyramids"), "there is no such rule"),
+        (("--method", "full", "--layer-shares", "pyramid"), "takes no settings"),
     ],
     ids=str,
 )
@@ -245,12 +244,11 @@ def test_a_setting_given_twice_is_refused():
 @pytest.mark.parametrize(
     ("words", "budgets"),
     [
-        (("--layer-budgets", "40,16"), [40, 16]),
-        (("--layer-budgets", "pyramid", "--budget", "28"), [47, 9]),
-        (("--layer-budgets", "squeeze", "--budget", "28"), [28, 28]),  # two layers are too few to tell apart
+        (("--layer-shares", "pyramid", "--budget", "28"), [47, 9]),
+        (("--layer-shares", "squeeze", "--budget", "28"), [28, 28]),  # two layers are too few to tell apart
     ],
 )
-def test_layer_budgets_are_handed_out(words, budgets, tiny_model, tokenizer):
+def test_layers_share_the_budget(words, budgets, tiny_model, tokenizer):
     parser = argparse.ArgumentParser()
     add_method_arguments(parser)
     arguments = parser.parse_args(["--method", "l2norm", *words])
@@ -287,7 +285,7 @@ def test_calibrate_then_inspect(tiny_model, tokenizer, tmp_path, monkeypatch, ca
         "layer 1 ",
     ):
         assert described.count(fact) == 2
-    assert main([*words, "--learned-target", "none"]) == 0
+    assert main([*words, "--no-learned"]) == 0
     assert "layer 1 " not in capsys.readouterr().out
 
 

@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache
 
-from velox_cache import Calibration, EvictingKVCache, KVCacheBuilder, KVCacheConfig
+from velox_cache import (
+    Calibration,
+    CurDKVKVCache,
+    EvictingKVCache,
+    KVCacheBuilder,
+    KVCacheConfig,
+    QFiltersKVCache,
+)
 
 H, D = 2, 8
 
@@ -16,7 +23,28 @@ def calibration(n_layers=2, heads=H, dim=D):
 
 def test_one_cache_per_layer_with_the_settings_of_the_config(tiny_model):
     caches = KVCacheBuilder.for_model(tiny_model(), KVCacheConfig(qfilters_budget=16))
-    assert [(type(cache), cache.method.settings["budget"]) for cache in caches] == [(EvictingKVCache, 16)] * 2
+    assert [(type(cache), cache.method.settings["budget"]) for cache in caches] == [(QFiltersKVCache, 16)] * 2
+
+
+def test_caches_count_bytes_under_the_names_of_the_documents(tiny_model):
+    model = tiny_model()
+    for method, named in (("qfilters", QFiltersKVCache), ("curdkv", CurDKVKVCache)):
+        config = KVCacheConfig(method=method, qfilters_budget=16, qfilters_calib_tokens=8, curdkv_budget=16)
+        built = KVCacheBuilder.for_model(model, config)
+        model(mx.array([list(range(1, 31))]), cache=built)
+        keys = mx.zeros((1, H, 30, D))
+        alone = named(config)
+        alone.update_and_fetch(keys, keys)
+        rows = 16 * H * 2 * D * 4
+        kept = {"qfilters": rows + H * D * 4, "curdkv": rows}[method]
+        for cache in (built[0], alone):
+            assert getattr(cache, f"{method}_kept_bytes") == kept
+            assert cache.compression_ratio == cache.full_seq_bytes / kept
+
+
+def test_other_methods_have_plain_adapters(tiny_model):
+    built = KVCacheBuilder.for_model(tiny_model(), KVCacheConfig(method="h2o", h2o_budget=32))
+    assert [type(cache) for cache in built] == [EvictingKVCache] * 2
 
 
 def test_caches_are_fresh_at_each_call(tiny_model):
@@ -36,7 +64,7 @@ def test_a_calibration_reaches_the_caches_layer_by_layer(tiny_model):
 
 def test_layers_that_cannot_be_bounded_keep_their_own_caches(tiny_model):
     caches = KVCacheBuilder.for_model(tiny_model("gemma3_text"), KVCacheConfig(qfilters_budget=16))
-    assert [type(cache) for cache in caches] == [RotatingKVCache, EvictingKVCache]
+    assert [type(cache) for cache in caches] == [RotatingKVCache, QFiltersKVCache]
 
 
 def test_head_dim_is_checked_against_the_model(tiny_model):

@@ -1,10 +1,11 @@
-"""KVCacheConfig: the seeds' names and defaults, checked at construction."""
+"""KVCacheConfig: the documents' names and defaults, checked at construction."""
 
 import dataclasses
 
 import pytest
 
-from velox_cache import KVCacheConfig
+from metal_src import metal_available
+from velox_cache import KVCacheConfig, QFiltersKVCache
 from velox_cache.compat.config import PREFIXES
 
 
@@ -67,3 +68,17 @@ def test_what_cannot_work_is_refused_at_construction(fields, message):
 def test_a_config_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         KVCacheConfig().qfilters_budget = 3
+
+
+@pytest.mark.skipif(metal_available(), reason="asks for what is not here")
+@pytest.mark.parametrize("make", [KVCacheConfig, lambda **given: QFiltersKVCache(KVCacheConfig(), **given)])
+def test_metal_that_is_asked_for_and_missing_is_refused(make):
+    assert make(use_metal_kernels=False)
+    with pytest.raises(ValueError, match="needs MLX on an Apple GPU"):
+        make(use_metal_kernels=True)
+
+
+def test_metal_is_refused_for_a_method_that_has_no_kernels():
+    assert KVCacheConfig(method="h2o", use_metal_kernels=False).eviction().name == "h2o"
+    with pytest.raises(ValueError, match="h2o has no Metal kernels"):
+        KVCacheConfig(method="h2o", use_metal_kernels=True)

@@ -1,4 +1,4 @@
-"""CurDKVKVCache under the seeds' names: config, budget, accounting, shapes."""
+"""CurDKVKVCache under the documents' names: config, budget, accounting, shapes."""
 
 import copy
 
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from velox_cache import CurDKVKVCache, KVCacheBuilder, KVCacheConfig, install, uninstall
-from velox_cache.caches.evicting import EvictingKVCache
 from velox_fn import curdkv, kept_positions, kv
 
 
@@ -57,7 +56,7 @@ def test_builder_makes_one_cache_per_layer(tiny_model):
     config = KVCacheConfig(method="curdkv", head_dim=8, curdkv_budget=16)
     caches = KVCacheBuilder.for_model(tiny_model(), config)
     assert [(type(layer), layer.method.name, layer.method.settings["budget"]) for layer in caches] == [
-        (EvictingKVCache, "curdkv", 16)
+        (CurDKVKVCache, "curdkv", 16)
     ] * 2
 
 

@@ -1,6 +1,7 @@
 """Many caches read at once measure as each does by itself, and on a model whose numbers are known."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -56,6 +57,17 @@ def test_the_gap_closed_runs_from_the_named_arm_to_the_full_cache(value, share):
 
 def test_without_a_gap_no_share_is_claimed():
     assert math.isnan(gap_closed(9.0, full=8.0, named=8.0))
+
+
+def test_arms_that_never_evict_are_warned_of(tiny_model):
+    model = tiny_model()
+    roomy, small = Arm("roomy", "streaming_llm", {"budget": 64}), ARMS[1]
+    with pytest.warns(UserWarning, match="no budget is reached: 59 tokens are read"):
+        read_arms(model, TOKENS, [cache_maker(model, arm) for arm in (FULL, roomy)], n_context=40)
+    for arms in ((FULL,), (FULL, roomy, small)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            read_arms(model, TOKENS, [cache_maker(model, arm) for arm in arms], n_context=40)
 
 
 @pytest.mark.parametrize("n_context", [0, 1, len(TOKENS)])

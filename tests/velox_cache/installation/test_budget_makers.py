@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import velox_cache as vc
 from velox_cache.installation.budget_makers import grouped
-from velox_cache.introspection.layer_changes import layer_similarities
+from velox_cache.installation.layer_changes import layer_similarities
 
 TOKENS = [(11 * i) % 97 for i in range(60)]
 
@@ -105,3 +105,36 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make(tiny_model())
+
+
+@pytest.mark.parametrize("shares", ["pyramid", "squeeze"])
+def test_install_takes_a_rule_by_its_name(
+    tiny_model: Callable[..., nn.Module], tokenizer: object, monkeypatch: pytest.MonkeyPatch, shares: str
+) -> None:
+    monkeypatch.setattr("velox_cache.installation.shares.calibration_texts", lambda: ["some text to read " * 9])
+    model = tiny_model(num_hidden_layers=5)
+    report = vc.install(model, "l2norm", budget=40, shares=shares, recent=10, n_sink=0, tokenizer=tokenizer)
+    budgets = report.settings["budget"]
+    assert sum(budgets) == 5 * 40
+    assert len(set(budgets)) > 1
+    assert report.settings["recent"] == [budget // 4 for budget in budgets]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shares": "pyramids", "budget": 64}, "no such rule"),
+        ({"shares": "pyramid", "budget": [64, 32]}, "hands one budget out"),
+        ({"shares": "squeeze", "budget": 64}, "tokenizer=tokenizer"),
+    ],
+)
+def test_shares_that_cannot_work_are_refused(
+    tiny_model: Callable[..., nn.Module], arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        vc.install(tiny_model(), "l2norm", **arguments)
+
+
+def test_pyramid_leaves_each_layer_what_its_method_protects(tiny_model: Callable[..., nn.Module]) -> None:
+    report = vc.install(tiny_model(num_hidden_layers=5), "snapkv", budget=64, shares="pyramid", obs_window=16)
+    assert min(report.settings["budget"]) > 16

@@ -9,6 +9,7 @@ import pytest
 from velox_cache import EvictingKVCache
 from velox_fn import METHODS, fusion, kept_positions, l2norm, learned, streaming_llm
 from velox_fn.engine.select import rank_positions
+from velox_fn.registry import BUILT_IN
 
 MOST = 2**31 - 1
 PLACES = [0, 2**24 - 3, 2**24 + 5, 2**30 - 7, MOST - 2**24 - 9, MOST - 15]
@@ -69,9 +70,7 @@ def test_any_two_positions_are_in_order(name):
     assert rank_positions(mx.sort(ranks)).tolist() == sorted(positions)
 
 
-COUNTING = [
-    name for name in METHODS if name not in ("fusion", "learned", "expected_attention")
-]  # which take a calibration
+COUNTING = [name for name, method in BUILT_IN.items() if not method.needs_calibration and name != "expected_attention"]
 
 
 @pytest.mark.parametrize("name", COUNTING)

@@ -140,7 +140,7 @@ def test_mean_ranks_rows_by_score_per_token_since_they_came():
     np.testing.assert_allclose(means[2:], (sums / age)[2:], rtol=1e-4)
 
 
-# What the seeds claim
+# What the document claims
 
 
 def test_identical_keys_different_values_diverge():

@@ -1,14 +1,17 @@
 """How much each layer of a model changes what it is given."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
+from velox_cache.installation.own_calls import call_as_given, call_by
 from velox_cache.introspection.observed_prefill import viewed_caches
 from velox_cache.introspection.query_tap import flat_caches
-from velox_cache.introspection.swapped_calls import Call, swap_back, swap_call
+
+_WATCHED = "watched_call"
 
 
 def layer_similarities(model: nn.Module, tokens: Sequence[int]) -> Mapping[int, float]:
@@ -21,27 +24,27 @@ def layer_similarities(model: nn.Module, tokens: Sequence[int]) -> Mapping[int, 
     entry_of = {id(part): entry for entry, cache in enumerate(caches) for part in (cache, *flat_caches([cache]))}
     found: dict[int, mx.array] = {}
 
-    def watching(call: Call) -> Call:
-        def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            result = call(self, *args, **kwargs)
-            given = [*args, *kwargs.values()]
+    def watching(given: type[nn.Module]) -> Callable[..., Any]:
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = given.__call__(self, *args, **kwargs)
+            arguments = [*args, *kwargs.values()]
             after = result[0] if isinstance(result, tuple) else result
-            before = next(x for x in given if isinstance(x, mx.array) and x.shape == after.shape)
-            for entry in (entry_of[id(value)] for value in given if id(value) in entry_of):
+            before = next(x for x in arguments if isinstance(x, mx.array) and x.shape == after.shape)
+            for entry in (entry_of[id(value)] for value in arguments if id(value) in entry_of):
                 found.setdefault(entry, _cosine(before, after))
             return result
 
-        return watched
+        return call
 
     layers = [layer for layer in model.layers if isinstance(layer, nn.Module)]
     for layer in layers:
-        swap_call(layer, "watched", watching)
+        call_by(layer, _WATCHED, watching)
     try:
         model(mx.array([list(tokens)]), cache=caches)
     finally:
         for layer in layers:
-            swap_back(layer, "watched")
-    return dict(zip(found, mx.stack(list(found.values())).tolist(), strict=True)) if found else {}
+            call_as_given(layer, _WATCHED)
+    return {entry: float(np.array(similarity)) for entry, similarity in found.items()}
 
 
 def _cosine(before: mx.array, after: mx.array) -> mx.array:
