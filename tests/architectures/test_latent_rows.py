@@ -1,5 +1,6 @@
 """Latent attention: queries in the space of what is cached, calibration from them, and what is refused."""
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ import velox_cache as vc
 from velox_cache.harness.shared_prefill import shared_prefill
 from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill
 from velox_cache.introspection.plan import plain_caches
+from velox_cache.learning.weight_search import SearchSizes, search_weights
 from velox_fn import kept_positions
 
 TERMS = "projection+key_difference"
@@ -105,8 +107,10 @@ def test_a_shared_prefill_leaves_what_the_models_own_does(architecture: str, met
         np.testing.assert_array_equal(*(np.array(kept_positions(cache.record)) for cache in (one, other)))
 
 
-@pytest.mark.parametrize("method", ["curdkv", "cur", "expected_attention"])
-def test_methods_that_weigh_values_are_refused_by_name(architecture: str, method: str) -> None:
+@pytest.mark.parametrize("method", ["curdkv", "cur", "expected_attention", "lagkv", "learned"])
+def test_methods_that_weigh_values_are_refused_by_name_before_anything_is_calibrated(
+    architecture: str, method: str
+) -> None:
     with pytest.raises(ValueError, match=f"{method} scores a row by its value, and this model caches none"):
         vc.install(model_of(architecture), method, budget=12)
 
@@ -115,7 +119,58 @@ def test_terms_that_weigh_values_are_refused_by_name(architecture: str, calibrat
     with pytest.raises(
         ValueError, match=r"value_norm scores a row by its value.* give terms='projection\+key_difference'"
     ):
-        vc.install(model_of(architecture), "fusion", budget=12, calibration=calibration)
+        vc.install(model_of(architecture), "fusion", budget=12, calibration=calibration, terms=f"value_norm+{TERMS}")
+
+
+def test_the_default_method_leaves_its_term_of_values_out_and_says_so(
+    architecture: str, calibration: vc.Calibration
+) -> None:
+    model = model_of(architecture)
+    try:
+        report = vc.install(model, budget=12, calibration=calibration)
+        _, caches = run(model, (17, 1, 10))
+    finally:
+        vc.uninstall(model)
+    assert (report.method, report.settings["terms"]) == ("fusion", TERMS)
+    assert "the term value_norm is left out: it scores a row by its value, and this model caches none" in str(report)
+    assert {(cache.size(), cache.offset) for cache in evicting(caches)} == {(12, 28)}
+
+
+@pytest.mark.calibrates
+def test_nothing_need_be_chosen_or_made_before(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = model_of(architecture)
+    try:
+        made = vc.install(model, budget=12, tokenizer=Letters())
+        found = vc.install(model, budget=12)
+    finally:
+        vc.uninstall(model)
+    assert str(made) == str(found)
+    assert made.settings["terms"] == TERMS
+
+
+def test_models_with_values_keep_every_term() -> None:
+    model = model_of("llama")
+    made = vc.calibrate(model, Letters(), [TEXT], progress=False, prefill_step_size=16)
+    try:
+        report = vc.install(model, budget=12, calibration=made)
+    finally:
+        vc.uninstall(model)
+    assert "value_norm" in report.settings["terms"]
+    assert report.left_out is None
+
+
+def test_a_search_of_weights_is_for_the_terms_that_install_takes(
+    architecture: str, calibration: vc.Calibration
+) -> None:
+    sizes = SearchSizes(n_prompts=1, n_held_out=1, n_context=32, n_scored=8, budgets=(0.5, 0.6))
+    found = search_weights(
+        model_of(architecture), Letters(), calibration, [TEXT], seconds=60, most_steps=1, sizes=sizes
+    )
+    assert found.steps == 1
+    assert found.calibration.fusion is None or found.calibration.fusion.terms == tuple(TERMS.split("+"))
 
 
 def test_the_models_queries_are_refused_at_intervals(architecture: str) -> None:

@@ -7,7 +7,8 @@ import mlx.nn as nn
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.default_recent import recent_share, with_default_recent
-from velox_cache.installation.layer_arguments import check_heads_together, check_values_read, layer_arguments
+from velox_cache.calibration.values_read import check_values_read
+from velox_cache.installation.layer_arguments import check_heads_together, layer_arguments
 from velox_cache.installation.layer_budgets import (
     Budgets,
     layer_budgets,
@@ -37,7 +38,6 @@ def by_layer(
         own_budgets = layer_budgets(plan, part_of_budgets(shard, budget, len(plan)))
     calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
     share = recent_share(method, settings, calibration)
-    check_values_read(method, settings, model)
     methods, ropes, layouts = {}, ModelRopes(model), KeyLayouts(model)
     for layer in (entry.layer for entry in plan if entry.bounded):
         arguments = dict(settings)
