@@ -11,6 +11,7 @@ from runs import PROMPT, evicting, installed, rows_of, run
 from tiny_models import LATENT, model_of
 
 import velox_cache as vc
+from velox_cache.calibration.predicted_attention import true_mean_attention
 from velox_cache.harness.shared_prefill import shared_prefill
 from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill
 from velox_cache.introspection.plan import plain_caches
@@ -57,6 +58,20 @@ def test_queries_of_a_block_are_those_of_its_tokens_one_by_one(name: str) -> Non
         last = alone[-1][i]
         np.testing.assert_allclose(rows_of(call.queries)[:, :, -1:], rows_of(last.queries), atol=1e-4)
         np.testing.assert_allclose(logits(call)[:, -1:], logits(last), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_attention_that_latents_receive_is_that_of_the_models_softmax(name: str) -> None:
+    """So that a calibration can say how well it foretells it."""
+    n = len(PROMPT)
+    [block] = observed_prefill(model_of(name), PROMPT)
+    for call in block:
+        seen = np.where(np.tri(n, dtype=bool), logits(call), -np.inf)
+        weights = np.exp(seen - seen.max(-1, keepdims=True))
+        expected = (weights / weights.sum(-1, keepdims=True)).mean(0).sum(0) / np.arange(n, 0, -1)
+        mask = call.terms.get("mask")
+        found = true_mean_attention(call.queries[0], call.keys[0], call.scale, mask=None if mask is None else mask[0])
+        np.testing.assert_allclose(np.array(found)[0], expected, atol=1e-5)
 
 
 def test_calibrated_directions_are_those_of_queries_over_the_latents(
@@ -149,6 +164,7 @@ def test_nothing_need_be_chosen_or_made_before(
         vc.uninstall(model)
     assert str(made) == str(found)
     assert made.settings["terms"] == TERMS
+    assert "predicts attention on unseen text with rank correlation" in str(made)
 
 
 def test_models_with_values_keep_every_term() -> None:
