@@ -142,7 +142,7 @@ def check_block(store: Store, keys: Half, values: Half, valid: mx.array | None) 
     if isinstance(keys, tuple) or isinstance(values, tuple):  # rows of this store's own, at a boundary
         return
     batch, n_kv_heads = store.ranks.shape[:2]
-    checks.block_shapes(keys, values, batch, n_kv_heads, store.head_dim, store.value_dim)
+    checks.block_shapes(keys, values, batch, n_kv_heads, *store.widths.dims(store.keys, store.values))
     # One dtype is given for both when a state begins: the first values may bring another.
     key_dtype, value_dtype = store.dtypes
     checks.block_dtypes(keys, values, key_dtype, value_dtype if store.filled else values.dtype)
