@@ -14,6 +14,7 @@ from .compat.curdkv_cache import CurDKVKVCache
 from .compat.qfilters_cache import QFiltersKVCache
 from .generation import Generation, generate
 from .harness.summary import CacheSummary, LayerSummary, summary
+from .installation.budget_makers import pyramid_budgets, squeeze_budgets
 from .installation.installing import InstallReport, install, uninstall
 from .introspection.plan import LayerPlan, plan_layers
 from .introspection.query_tap import observe_queries
@@ -49,12 +50,14 @@ __all__ = [
     "load_qfilters",
     "observe_queries",
     "plan_layers",
+    "pyramid_budgets",
     "register_with_mlx_lm",
     "save_calibration",
     "save_prompt_cache",
     "save_qfilters",
     "search_weights",
     "sign_agreement",
+    "squeeze_budgets",
     "summary",
     "uninstall",
 ]
