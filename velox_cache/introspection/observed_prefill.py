@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache
 
 from velox_cache.introspection.cache_kinds import is_list, is_plain, with_parts
 from velox_cache.introspection.latents import latent_attentions, over_latents
-from velox_cache.introspection.plan import plain_caches
+from velox_cache.introspection.plan import check_one_attention_a_layer, plain_caches
 from velox_cache.introspection.probing import left_as_it_was
 from velox_cache.introspection.query_tap import ObservedAttention, flat_caches, observe_queries
 
@@ -51,8 +51,9 @@ def observed_prefill(
 
     `caches`, made by `viewed_caches`, are filled on the way, for a caller who goes on with them.
 
-    Raises ValueError when the model computes attention without mlx_lm's function.
+    Raises ValueError when the model computes attention without mlx_lm's function, or a layer has several attentions.
     """
+    check_one_attention_a_layer(model)
     caches = viewed_caches(model) if caches is None else caches
     layer_of = {id(cache): layer for layer, entry in enumerate(caches) for cache in flat_caches([entry])}
     attention_of = _latent_attention_of(model, caches)
