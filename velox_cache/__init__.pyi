@@ -11,6 +11,7 @@ from .compat.calibration_names import QFiltersCalibration, load_qfilters, save_q
 from .compat.config import KVCacheConfig
 from .compat.curdkv_cache import CurDKVKVCache
 from .compat.qfilters_cache import QFiltersKVCache
+from .compression.compress import compress
 from .generation import Generation, generate
 from .harness.summary import CacheSummary, LayerSummary, summary
 from .installation.installing import InstallReport, install, uninstall
@@ -39,6 +40,7 @@ __all__ = [
     "average_gqa_filters",
     "calibrate",
     "collect_query_activations",
+    "compress",
     "compute_qfilters",
     "generate",
     "import_published_filters",
