@@ -155,7 +155,7 @@ ROOMS = {
         "calibration",
         "installation",
     },
-    "generation": {"installation", "harness"},
+    "generation": {"installation", "introspection", "harness"},
     "serve": {"serving", "installation", "introspection", "caches"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}

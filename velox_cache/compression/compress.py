@@ -12,7 +12,8 @@ from velox_cache.caches.sequences import Sequences
 from velox_cache.caches.state import pack_state
 from velox_cache.compression.repeating import CHUNK, Tokenizer, repeat_scores
 from velox_cache.introspection.cache_kinds import class_name, is_plain, parts, with_parts
-from velox_cache.introspection.plan import plan_layers
+from velox_cache.introspection.plan import plain_caches, plan_layers
+from velox_cache.introspection.read_context import read_context
 from velox_fn.engine import checks, landing, select
 from velox_fn.engine.records import replaced
 from velox_fn.engine.rows import Rows, arriving_positions
@@ -24,28 +25,28 @@ _LEAST = 1e-37  # a weight that is not 0: its inverse is finite
 def compress(
     model: nn.Module,
     tokenizer: Tokenizer,
-    caches: Sequence[Any],
     context: str | Sequence[int],
     *,
     budget: int,
+    caches: Sequence[Any] | None = None,
     n_sink: int = 4,
     chunk: int = CHUNK,
 ) -> list[Any]:
-    """The caches of a context with its `budget` rows that the model needs most to repeat it: KVzip, arXiv:2505.23416.
+    """A prompt cache of the `budget` rows of a context that the model needs most to repeat it: KVzip, arXiv:2505.23416.
 
-    The model reads the context a second time, in chunks, after a request to repeat it. Each head keeps the rows that
-    got the most attention then. It is not told what will be asked. The caches given stay as they are, and what comes
-    out can be forked by `copy.deepcopy`, saved, and generated from without anything installed.
+    The model reads the context a second time, in chunks, each after a request to repeat it. Each head keeps the rows
+    that got the most attention then. Nothing is known of what will be asked. Caches that are given stay as they are.
+    What comes out can be forked by `copy.deepcopy`, saved, and generated from without anything installed.
 
     What follows is bounded as well: a new token takes the place of the row of the context that was needed least, and
     once all of the context has left, of the oldest one (`streaming_llm`). So leave room for the questions.
 
     Args:
-        model: whose caches these are.
+        model: reads and repeats.
         tokenizer: the model's.
-        caches: the model's own prompt cache, which has read `context` and nothing else.
-        context: its token ids, or the text that `tokenizer.encode` made them from.
+        context: token ids, or a text for `tokenizer.encode`.
         budget: most rows kept for each KV head, now and later.
+        caches: the model's own prompt cache, which has read `context` and nothing else. None: it is read here.
         n_sink: leading tokens that always stay.
         chunk: tokens repeated at a time. Memory grows with it.
 
@@ -59,6 +60,9 @@ def compress(
     checks.whole_number("chunk", chunk, 1)
     tokens = list(tokenizer.encode(context)) if isinstance(context, str) else list(context)
     plan = plan_layers(model)
+    if caches is None:
+        caches = plain_caches(model)
+        read_context(model, tokens, caches)
     _check_caches(caches, [entry.layer for entry in plan if entry.bounded], len(plan), len(tokens))
     scores = repeat_scores(model, tokenizer, caches, tokens, n_sink=n_sink, chunk=chunk)
     unseen = [entry.layer for entry in plan if entry.bounded and entry.layer not in scores]

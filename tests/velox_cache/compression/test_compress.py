@@ -63,7 +63,7 @@ def test_scores_are_the_most_attention_while_the_context_is_repeated(tiny_model,
 
 def compressed(model, caches, **changes):
     given = {"budget": BUDGET, "n_sink": N_SINK, "chunk": CHUNK} | changes
-    return velox_cache.compress(model, LETTERS, caches, CONTEXT, **given)
+    return velox_cache.compress(model, LETTERS, CONTEXT, caches=caches, **given)
 
 
 def test_each_head_keeps_the_rows_that_were_needed_most_as_they_were(tiny_model):
@@ -91,6 +91,12 @@ def test_a_budget_of_all_rows_changes_nothing(tiny_model):
     found = compressed(model, caches, budget=80)
     following = mx.array([[5, 6, 7, 8]])
     np.testing.assert_array_equal(np.array(model(following, cache=found)), np.array(model(following, cache=caches)))
+
+
+def test_a_context_that_is_not_read_yet_is_read(tiny_model):
+    model = tiny_model()
+    for one, other in zip(compressed(model, None), compressed(model, read(model)), strict=True):
+        np.testing.assert_array_equal(np.array(kept_positions(one.record)), np.array(kept_positions(other.record)))
 
 
 def test_what_follows_takes_the_place_of_what_was_needed_least(tiny_model):
@@ -147,11 +153,11 @@ def test_caches_of_another_context_are_refused(tiny_model):
     caches = read(model)
     for context, words in ((CONTEXT[:-1], "has read 50 tokens and the context has 49"), ([], "context is empty")):
         with pytest.raises(ValueError, match=words):
-            velox_cache.compress(model, LETTERS, caches, context, budget=BUDGET)
+            velox_cache.compress(model, LETTERS, context, caches=caches, budget=BUDGET)
     with pytest.raises(ValueError, match="whole prompt cache"):
-        velox_cache.compress(model, LETTERS, caches[:1], CONTEXT, budget=BUDGET)
+        velox_cache.compress(model, LETTERS, CONTEXT, caches=caches[:1], budget=BUDGET)
     with pytest.raises(ValueError, match="has read 50 tokens and the context has 7"):
-        velox_cache.compress(model, LETTERS, caches, "a text", budget=BUDGET)
+        velox_cache.compress(model, LETTERS, "a text", caches=caches, budget=BUDGET)
 
 
 def test_caches_that_evict_already_are_refused(tiny_model):
