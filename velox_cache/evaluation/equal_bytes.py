@@ -1,14 +1,18 @@
 """Rows at several widths, at equal bytes: what fewer rows as they came and more quantised ones make of a passage."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
+from velox_cache.evaluation.paired import ratio
 from velox_cache.harness.arm_readings import read_arms
 from velox_cache.harness.arms import FULL, Arm, cache_maker
 from velox_cache.harness.memory import cache_usage
@@ -94,6 +98,41 @@ def read_at_equal_bytes(
                 )
             )
     return found
+
+
+def by_share(found: Sequence[EqualBytesReading]) -> list[dict[str, Any]]:
+    """One row for each share and width: the means over the passages, next to rows as they came, of as many bytes."""
+    rows: list[dict[str, Any]] = []
+    for share in sorted({one.share for one in found}, reverse=True):
+        plain = [one.kl_divergence for one in found if (one.share, one.widths) == (share, "as they came")]
+        for widths in WIDTHS:
+            those = [one for one in found if (one.share, one.widths) == (share, widths)]
+            divergences = [one.kl_divergence for one in those]
+            rows.append(
+                {
+                    "bytes of the full cache": f"1/{round(1 / share)}",
+                    "rows stored": widths,
+                    "rows": those[0].budget,
+                    "kept MiB": those[0].kept_bytes / 2**20,
+                    "KL to full": float(np.mean(divergences)),
+                    "of as they came": ratio(divergences, plain).text(),
+                    "perplexity": float(np.exp(np.mean(np.log([one.perplexity for one in those])))),
+                    "same next token": float(np.mean([one.agreement for one in those])),
+                    "MiB read in a step": those[0].step_bytes / 2**20,
+                }
+            )
+    return rows
+
+
+def saved_readings(folder: Path) -> list[EqualBytesReading]:
+    """The readings saved in `folder` as TEXT.json, of one model under one method, all texts together.
+
+    Raises ValueError when there are none.
+    """
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise ValueError(f"{folder} holds no TEXT.json, as `velox eval quantised --json` writes them")
+    return [EqualBytesReading(**one) for file in files for one in json.loads(file.read_text())]
 
 
 def _widths(pair: tuple[int | None, int | None], group_size: int) -> dict[str, Any]:
