@@ -88,21 +88,26 @@ def check_queries_together(shard: ModelShard, model: nn.Module) -> None:
 
 
 def check_values_read(method: Method, settings: Mapping[str, Any], model: nn.Module) -> None:
-    """ValueError when the method scores a row by its value and the model's rows have none."""
+    """ValueError when the method scores a row by its value, or merges values, and the model's rows have none."""
     terms = term_names({**method.defaults, **settings}["terms"]) if method.fuses else ()
     by_value = [name for name in terms if "values" in SCORERS[name].reads]
-    if not (method.reads_values or by_value) or not caches_latents(model):
+    merges = settings.get("merge", 0)
+    if not (method.reads_values or by_value or merges) or not caches_latents(model):
         return
-    others = "+".join(name for name in terms if name not in by_value)
     what = f"{method.label} with the term {' and '.join(by_value)}" if by_value else method.label
-    remedy = (
-        f"give terms={others!r}"
-        if others
-        else "take a method that scores by keys or attention, such as qfilters or h2o"
-    )
+    if merges:
+        does, remedy = f"with merge={merges} adds the value of a row that leaves to others", "leave merge out"
+    else:
+        others = "+".join(name for name in terms if name not in by_value)
+        does = "scores a row by its value"
+        remedy = (
+            f"give terms={others!r}"
+            if others
+            else "take a method that scores by keys or attention, such as qfilters or h2o"
+        )
     raise ValueError(
-        f"{what} scores a row by its value, and this model caches none: its rows are latents (MLA), of which keys and "
-        f"values of all heads are made, each with a rotary part; {remedy}"
+        f"{what} {does}, and this model caches none: its rows are latents (MLA), of which keys and values of all heads "
+        f"are made, each with a rotary part; {remedy}"
     )
 
 
