@@ -11,6 +11,7 @@ import mlx.core as mx
 from velox_cache.caches import accounting
 from velox_cache.caches.masks import causal_array, ragged_mask
 from velox_cache.caches.mlx_vlm_protocol import memory_profile
+from velox_cache.caches.packed_rows import shown
 from velox_cache.caches.padding import padding_first, padding_last
 from velox_cache.caches.rows_read import queries_over
 from velox_cache.caches.sequences import Sequences, extracted, merged, selected
@@ -22,7 +23,6 @@ from velox_fn.engine.half import Half, Widths, cut
 from velox_fn.engine.interval import interval_parts
 from velox_fn.engine.pinned import Pinned, check_room, pinned_by_sequence, pinned_ranges
 from velox_fn.engine.quantised import converted, quantised, widths_of_method
-from velox_fn.engine.quantised_attention import quantised_attention
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 from velox_fn.engine.store import Ranges
@@ -101,9 +101,9 @@ class EvictingKVCache:
             self._unobserved = _Unobserved(valid, padding)
         else:
             record, view = self._method.update(record, keys, values, valid=valid)
-        self._rows, self._view = rows.advanced(record, real, n_tokens), view
+        self._rows, self._view = rows.advanced(record, real, n_tokens), shown(view, self._widths)
         self._past = self._past.advanced(real)
-        return view
+        return self._view
 
     def observe_queries(
         self,
@@ -159,29 +159,7 @@ class EvictingKVCache:
                 "the view of the last call is gone, since the cache's state was read or changed, and some of its rows "
                 "were evicted; read it between update_and_fetch and that"
             )
-        return cut(store.keys, 0, store.filled), cut(store.values, 0, store.filled)
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: Half,
-        values: Half,
-        scale: float,
-        mask: mx.array | str | None = None,
-        sinks: mx.array | None = None,
-        **others: Any,
-    ) -> mx.array:
-        """Attention over a view that shows quantised rows, in place of mlx_lm's, which knows one width and no sinks.
-
-        The query tap calls it. Raises ValueError for any other argument that is not None.
-        """
-        given = [name for name, value in others.items() if value is not None]
-        if given:
-            raise ValueError(
-                f"this model's attention takes {', '.join(map(repr, given))}, which attention over quantised rows does "
-                "not know; install without key_bits and value_bits"
-            )
-        return quantised_attention(self._widths, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        return shown((cut(store.keys, 0, store.filled), cut(store.values, 0, store.filled)), self._widths)
 
     @property
     def bits(self) -> int:
