@@ -19,6 +19,7 @@ class CacheUsage:
     rows_kept: int  # most of any layer that could be bounded
     kept_bytes: int  # of kept rows in all layers, and what methods hold beside them
     full_bytes: int  # of the rows of every token seen, where layers are bounded; the same as kept_bytes elsewhere
+    elsewhere_bytes: int = 0  # of both, what is held where layers bound themselves
 
     @property
     def compression(self) -> float:
@@ -34,7 +35,8 @@ def cache_usage(prompt_cache: Sequence[Any]) -> CacheUsage:
     found = summary(prompt_cache)
     tokens_seen = max((entry.tokens or 0 for entry in found.layers), default=0)
     rows_kept = max((entry.rows or 0 for entry in found.layers), default=0)
-    return CacheUsage(tokens_seen, rows_kept, found.kept_bytes, found.full_bytes)
+    elsewhere = sum(entry.kept_bytes for entry in found.layers if entry.rows is None)
+    return CacheUsage(tokens_seen, rows_kept, found.kept_bytes, found.full_bytes, elsewhere)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
+from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.evaluation.equal_bytes import WIDTHS, EqualBytesReading, by_share, read_at_equal_bytes
 from velox_cache.harness.reading import read_passage
 from velox_cache.installation.installing import install, uninstall
@@ -37,6 +39,18 @@ def test_rows_of_every_width_take_the_same_bytes(model: nn.Module) -> None:
         assert one.full_bytes / 4 - one.row_bytes < one.kept_bytes <= one.full_bytes / 4
         assert one.step_bytes == (one.budget + 1) * one.row_bytes
     assert len(found) == len(WIDTHS)
+
+
+def test_layers_that_bound_themselves_count_for_nothing(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model("gemma3_text", head_dim=64)
+    install(model, "l2norm", budget=24)
+    n_bounded = sum(isinstance(cache, EvictingKVCache) for cache in make_prompt_cache(model))
+    uninstall(model)
+    assert 0 < n_bounded < len(model.layers)
+    found = read_at_equal_bytes(model, [PASSAGE], "l2norm", n_context=84, shares=(1 / 4,))
+    plain, eight, mixed, four = (one.row_bytes / (n_bounded * 2 * 2 * 64) for one in found)
+    assert (plain, eight, mixed, four) == (2, 1 + 4 / 64, 3 / 4 + 4 / 64, 1 / 2 + 4 / 64)
+    assert all(one.full_bytes / 4 - one.row_bytes < one.kept_bytes <= one.full_bytes / 4 for one in found)
 
 
 def test_a_reading_is_that_of_a_model_with_these_rows_installed(model: nn.Module) -> None:
