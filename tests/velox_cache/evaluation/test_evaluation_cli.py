@@ -65,6 +65,15 @@ def test_windows_are_equal_whatever_a_method_calls_them(place):
     assert windows == [25] * 5
 
 
+def test_the_tables_say_which_arms_have_another_window(place):
+    methods = "qfilters,h2o:grace=5,tova,streaming_llm,snapkv"
+    out = compare(place, "--methods", methods, "--shares", "1/4,1/8", "--no-figures", "--kinds", "code")
+    assert (out / "results.md").read_text().splitlines()[-1] == (
+        "Latest rows that always stay, of each budget: 1/4 in qfilters, snapkv, oracle; 1/20 in h2o:grace=5; "
+        "by its own rule in tova, streaming_llm."
+    )
+
+
 def test_compare_takes_a_fusion_with_its_terms_and_its_combination(place):
     methods = "fusion,fusion:combine=max:terms=projection+key_norm"
     out = compare(place, "--methods", methods, "--shares", "1/4", "--kinds", "code", "--no-figures")
