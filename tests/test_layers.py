@@ -117,6 +117,14 @@ def test_only_the_registry_changes_and_it_does_so_behind_a_lock(path):
     assert ("threading" in imports(path)) == (path.name == "registry.py")
 
 
+@pytest.mark.parametrize("path", CORE, ids=by_name)
+def test_the_core_keeps_nothing_without_bound(path):
+    # A trace or a closure for every setting that anyone ever tried would stay as long as the process.
+    names = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in ast.walk(tree(path)) if isinstance(node, ast.Name)}
+    assert "cache" not in names
+
+
 # Which room imports which, from the ground up: a room imports those above it in this list, no other.
 ROOMS = {
     "velox_fn.engine": set(),

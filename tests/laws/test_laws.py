@@ -47,7 +47,6 @@ def assert_same_state(one, other):
 
 @every_method
 def test_large_keys_do_not_overflow(case):
-    # field case 18
     keys, values, queries = block(40)
     state = fed(case.make(), (keys * 1e5, values, queries), [20, *[1] * 20])
     assert mx.isfinite(kv(state)[0]).all().item()
@@ -57,7 +56,6 @@ def test_large_keys_do_not_overflow(case):
 @every_method
 @pytest.mark.parametrize("calls", [[2], [1, 1], [1, 1, 1, 1]], ids=str)
 def test_a_budget_of_one_row_keeps_one_row(case, calls):
-    # field case 21
     windows = {name: 1 for name in ("obs_window", "lag") if name in case.arguments}  # these are of one row at least
     window = len(windows)
     method = case.make(budget=1 + window, n_sink=0, recent=0, grace=0, rollback=0, **windows)
@@ -67,7 +65,7 @@ def test_a_budget_of_one_row_keeps_one_row(case, calls):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.label != "token"], ids=str)
 def test_a_block_costs_the_same_number_of_operations_whatever_its_length(case):
-    # field case 7; a loop over tokens would show
+    # A loop over tokens would show.
     method = case.make()
     counts = []
     for n_tokens in (64, 256):
@@ -81,7 +79,6 @@ def test_a_block_costs_the_same_number_of_operations_whatever_its_length(case):
 
 @every_method
 def test_a_fresh_state_remembers_nothing(case):
-    # field case 23
     method, long, short = case.make(), block(90, seed=1), block(30, seed=2)
     fed(method, long, [60, *[1] * 30])
     assert_same_state(fed(method, short, [20, *[1] * 10]), fed(case.make(), short, [20, *[1] * 10]))

@@ -530,6 +530,23 @@ def test_prefix_stays_stored_where_the_longer_cache_cannot_be_taken_back_to_it()
         assert (found[0].offset, rest) == (40, [60, 61])
 
 
+@pytest.mark.slow
+def test_at_intervals_a_prompt_from_before_the_last_reply_reuses_its_evicted_cache(
+    folder: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = mlx_lm.load(str(folder))
+    vc.install(model, "l2norm", budget=BUDGET, interval=16)
+    prompt = words(150, 70)
+    with running(
+        folder, tmp_path / "log.txt", "--method", "l2norm", "--budget", str(BUDGET), "--set", "interval=16"
+    ) as server:
+        assert server.text(prompt) == continued(model, tokenizer, prompt)
+        for asked, known in ((prompt + words(40, 71), 149), (prompt[:145] + words(9, 72), 145)):
+            reply = server.complete(asked)
+            assert reply.choices[0].text == continued(model, tokenizer, asked)
+            assert reply.usage.prompt_tokens_details.cached_tokens == known
+
+
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
 def test_eight_smollm2_requests_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from velox_fn.engine.rows import Rows, View, in_temporal_order
 from velox_fn.engine.store import Store, competing, held_rows, overwrites, readable, seen_rows, used_rows
 
 GROWTH = 256  # rows; the step in which mlx_lm's own caches grow
+STEPS_KEPT = 64  # compiled steps of a kind, the last used; this library's methods need a handful
 
 
 def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View]:
@@ -93,7 +94,7 @@ def window(recent: int) -> tuple[mx.array, ...]:
     return (mx.array(recent, mx.int32),) if recent else ()
 
 
-@functools.cache
+@functools.lru_cache(STEPS_KEPT)
 def _compiled_overwrite(widths: Widths) -> Callable[..., tuple[Half, Half, mx.array]]:
     """`overwrite_victim` as one compiled function of arrays."""
 

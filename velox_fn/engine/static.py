@@ -15,7 +15,17 @@ from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.fused_evict import resolve_metal
 from velox_fn.engine.half import Half, Widths, cut, depending
-from velox_fn.engine.landing import append_unscored, land, overwrite_victim, puts_off, settle, tied, window, written
+from velox_fn.engine.landing import (
+    STEPS_KEPT,
+    append_unscored,
+    land,
+    overwrite_victim,
+    puts_off,
+    settle,
+    tied,
+    window,
+    written,
+)
 from velox_fn.engine.records import record, replaced
 from velox_fn.engine.rows import Rows, View, arriving_positions
 from velox_fn.engine.select import Scores, arrival_ranks
@@ -26,8 +36,6 @@ Score = Callable[[mx.array, mx.array, mx.array, Params], Scores | mx.array]
 """(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], params) -> float32 [B,H,S], or `Scores`"""
 RowScores = Callable[[mx.array, mx.array, mx.array, Params], Scores]
 """The fast form alone, for scores that others are made of."""
-
-_STEPS = 64  # compiled steps that are kept; this library's methods need a handful
 
 
 @record
@@ -110,7 +118,7 @@ def _checked(scores: Scores | mx.array, keys: mx.array, values: mx.array) -> Sco
     return Scores(scores, unseen=(keys, values))
 
 
-@functools.lru_cache(_STEPS)
+@functools.lru_cache(STEPS_KEPT)
 def _compiled_ranks(score: Score) -> Callable[..., mx.array]:
     """The ranks of one token as a compiled function of (offset, keys, values, staying, *params)."""
 
@@ -120,7 +128,7 @@ def _compiled_ranks(score: Score) -> Callable[..., mx.array]:
     return mx.compile(ranks)
 
 
-@functools.lru_cache(_STEPS)
+@functools.lru_cache(STEPS_KEPT)
 def _compiled_step(score: Score, widths: Widths) -> Callable[..., tuple[Any, ...]]:
     """One token over budget as one compiled function of arrays: it traces once per shape, never per step.
 

@@ -24,6 +24,7 @@ from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.fused_evict import resolve_metal
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.landing import STEPS_KEPT
 from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.scorers import METAL_SUMS, MLX_SUMS, SCORERS, head_by_head
 from velox_fn.engine.select import Scores
@@ -181,7 +182,7 @@ def _score_params(names: Sequence[str], params: Mapping[str, mx.array]) -> dict[
     return directions | moments
 
 
-@functools.cache
+@functools.lru_cache(STEPS_KEPT)
 def _fused(names: tuple[str, ...], combine: str, metal: bool) -> Score:
     # One function object for each form, since compiled steps are kept by their score function.
     sums = METAL_SUMS if metal else MLX_SUMS

@@ -25,6 +25,7 @@ from velox_fn.engine.attention import Queries, attention_mass, observe_rows
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.landing import STEPS_KEPT
 from velox_fn.engine.observation_window import last_queries
 from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.rows import temporal_order
@@ -87,7 +88,7 @@ def snapkv(
     return at_intervals(pinning(dynamic_eviction("snapkv", init, observe, settings), pinned), interval)
 
 
-@functools.cache
+@functools.lru_cache(STEPS_KEPT)
 def _compiled_average(kernel: int) -> Callable[..., mx.array]:
     """`_averaged` as one compiled function of arrays: much of it is small."""
     return mx.compile(functools.partial(_averaged, kernel))

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from velox_fn import arrays, kept_positions, qfilters, random_eviction
+from velox_fn.engine.landing import STEPS_KEPT
 from velox_fn.engine.select import Scores
-from velox_fn.engine.static import _STEPS, _compiled_ranks, _compiled_step, static_eviction
+from velox_fn.engine.static import _compiled_ranks, _compiled_step, static_eviction
 
 H, D, BUDGET = 4, 64, 1024
 ROWS = 2 * H * (BUDGET + 1) * D * 4  # bytes of the keys and values of a store
@@ -61,12 +62,12 @@ def test_score_functions_made_anew_leave_a_limited_number_of_steps():
     def made():
         return lambda keys, values, positions, params: keys.astype(mx.float32).sum(-1)
 
-    for _ in range(_STEPS + 3):
+    for _ in range(STEPS_KEPT + 3):
         method = static_eviction("closure", made(), budget=4, n_sink=0)
         state = method.init(1, 1, 2)
         for _ in range(7):
             state, _ = method.update(state, mx.ones((1, 1, 1, 2)), mx.ones((1, 1, 1, 2)))
-    assert _compiled_step.cache_info().currsize <= _STEPS
+    assert _compiled_step.cache_info().currsize <= STEPS_KEPT
 
 
 def test_a_plain_array_is_a_score_and_rows_that_are_not_finite_lose():
@@ -176,9 +177,9 @@ def test_the_landing_row_takes_each_new_token_and_loses_the_right_one():
         assert np.array(kept_positions(state))[0, 0].tolist() == list(range(min(t + 1, 8)))
 
 
-@pytest.mark.parametrize("n_seen", [BUDGET, BUDGET + 3], ids=["no dead row", "a dead row"])
+@pytest.mark.parametrize("n_seen", [BUDGET, BUDGET + 3], ids=["no landing row", "a landing row"])
 def test_a_block_in_flight_holds_old_rows_view_and_survivors_once(n_seen):
-    # MLX allocates ahead of what it computes, so the old rows, taken in turn without their dead row, count as well.
+    # MLX allocates ahead of what it computes, so the old rows, taken in turn without their landing row, count as well.
     n_tokens, method = 512, qfilters(budget=BUDGET, filters=mx.ones((H, D)))
     rows = mx.random.normal((1, H, n_seen, D), key=mx.random.key(0))
     state, _ = method.update(method.init(1, H, D), rows[:, :, :BUDGET], rows[:, :, :BUDGET])
