@@ -127,8 +127,8 @@ def test_within_the_budget_any_method_goes_on_with_all_rows() -> None:
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        (h2o(budget=BUDGET - 4, grace=3), f"{BUDGET} rows are kept.*one budget"),
-        (h2o(budget=BUDGET + 4, grace=3), f"{BUDGET} rows are kept.*one budget"),
+        (h2o(budget=BUDGET - 4, grace=3), f"{BUDGET} rows are kept.*budget={BUDGET} and no rollback"),
+        (h2o(budget=BUDGET + 4, grace=3), f"{BUDGET} rows are kept.*budget={BUDGET} and no rollback"),
         (l2norm(budget=BUDGET, rollback=2), "no rollback"),
         (l2norm(budget=BUDGET, interval=4), "interval=1"),
         (keydiff(budget=BUDGET), "gathers"),

@@ -82,8 +82,8 @@ def _check(method: Eviction, empty: Store, n_rows: int, seen_by_all: int) -> Non
     if n_rows != empty.limit and not seen_by_all == n_rows < empty.limit:
         raise ValueError(
             f"{n_rows} rows are kept, and {method.name} is to go on with budget={empty.budget} and rollback="
-            f"{empty.rollback}: give both methods one budget, and the second no rollback, since rows that have left "
-            "cannot fill it"
+            f"{empty.rollback}: nothing is evicted here, and rows that have left cannot come back; give it budget="
+            f"{n_rows} and no rollback"
         )
 
 
