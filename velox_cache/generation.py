@@ -97,8 +97,13 @@ def prompt_parts(
     """The tokens that are read first, none without a context, and those of the question.
 
     Both together are a prompt inside the chat template when `chat`, or when the tokenizer has one and `chat` is None.
-    Raises ValueError for an empty prompt, and when a template is asked for and there is none.
+    Raises ValueError for an empty prompt, for one that is no text, and when a template is asked for and there is none.
     """
+    for given in (prompt,) if context is None else (prompt, context):
+        if not isinstance(given, str):
+            raise ValueError(
+                f"prompt and context must be text, got {type(given).__name__}; of tokens give tokenizer.decode(tokens)"
+            )
     if not prompt.strip():
         raise ValueError("the prompt is empty; give it some text")
     if chat and not tokenizer.has_chat_template:

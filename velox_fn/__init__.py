@@ -17,6 +17,7 @@ from velox_fn.engine.compiled import compiled
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.engine.eviction import Eviction, State, kept_bytes, kept_positions, kv
 from velox_fn.engine.fused_evict import fused_evict
+from velox_fn.engine.handing_over import hand_over
 from velox_fn.engine.interval import at_intervals, interval_parts
 from velox_fn.engine.merging import merging
 from velox_fn.engine.pinned import pinned_state, pinning
@@ -89,6 +90,7 @@ __all__ = [
     "fused_evict",
     "fusion",
     "h2o",
+    "hand_over",
     "init_store",
     "interval_parts",
     "kept_bytes",

@@ -175,6 +175,7 @@ def test_parts_cross_no_boundary_and_are_as_long_as_they_can_be(seen: list[int],
     starts = np.cumsum([0, *parts])
     boundaries = {t for t in range(1, n) if any((so_far + t) % interval == 0 for so_far in seen)}
     assert set(starts[1:-1].tolist()) == boundaries
+    assert interval_parts(np.int64(seen[0]), np.int64(n), interval) == interval_parts(seen[:1], n, interval)
 
 
 @every_method

@@ -197,3 +197,29 @@ def test_settings_may_be_whole_numbers_of_any_type(case, whole):
 def test_a_setting_that_is_no_whole_number_is_refused(name, value):
     with pytest.raises(ValueError, match=f"{name} must be a whole number"):
         METHODS["qfilters"](**{"budget": 64, name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("l2norm", {"budget": 2**31}),
+        ("l2norm", {"budget": 2**40, "n_sink": 2**35}),
+        ("l2norm", {"budget": 16, "interval": 2**31}),
+        ("l2norm", {"budget": 16, "pinned": [(2**31, 2**31 + 5)]}),
+        ("morphkv", {"budget": 2**40}),
+        ("keyformer", {"budget": 64, "rise": 2**31}),
+        ("cur", {"budget": 16, "window": 2**31}),
+        ("lagkv", {"budget": 2**40}),
+    ],
+    ids=str,
+)
+def test_a_count_past_the_longest_sequence_is_refused(name, settings):
+    with pytest.raises(ValueError, match=f"must be at most {2**31 - 1}"):
+        BUILT_IN[name].make(**settings)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_budget_that_an_error_suggests_works(method):
+    with pytest.raises(ValueError, match=r"write for example budget=\d+") as refusal:
+        METHODS[method](budget=0.5)
+    METHODS[method](budget=int(str(refusal.value).rpartition("=")[2]))

@@ -84,6 +84,11 @@ def test_shares_that_are_none_are_refused(share):
 
 def test_what_cannot_be_asked_is_refused(tiny):
     model, tokenizer = tiny
-    for arguments, message in (({"prompt": " "}, "empty"), ({"prompt": "x", "max_tokens": 0}, "max_tokens")):
+    for arguments, message in (
+        ({"prompt": " "}, "empty"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": [1, 2]}, "must be text, got list"),
+        ({"prompt": "x", "context": [1, 2]}, "must be text, got list"),
+    ):
         with pytest.raises(ValueError, match=message):
             generate(model, tokenizer, method="l2norm", **arguments)

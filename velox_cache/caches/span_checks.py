@@ -56,7 +56,8 @@ def span_contradiction(store: Store, seen: Sequence[int]) -> str | None:
     alike = len(set(span.since)) == 1 and set(span.kept) == {span.settled}
     used = span.interval if span.ragged else span.since[0]
     fits = store.filled == span.settled + used <= store.capacity and (span.ragged or alike)
-    if not fits or max(span.since) > span.interval or max(span.kept) > span.settled:
+    at_boundaries = all(boundary >= 0 and boundary % span.interval == 0 for boundary in span.boundaries)
+    if not fits or not at_boundaries or max(span.since) > span.interval or max(span.kept) > span.settled:
         return f"{counted} for filled={store.filled} of {store.capacity}"
     positions = np.array(rank_positions(store.ranks))
     for b, (kept, boundary) in enumerate(zip(span.kept, span.boundaries, strict=True)):

@@ -91,6 +91,8 @@ def check_rows(rows: Sequences, method: Eviction, true_queries: bool, can_take_b
     if rows.record is None:
         return
     store = rows.store
+    waiting = f"its header has unscored={store.unscored} of {store.filled} rows"
+    require(store.unscored == 0 or (method.static and store.span is None), f"{waiting}, and its method lets none wait")
     seen = [int(offset) for offset in np.array(store.offset)]
     require(list(rows.offset_of_each) == seen, f"its header has offsets={list(rows.offsets)}, its arrays {seen}")
     require(store.seen_by_all == min(seen), f"its header has seen_by_all={store.seen_by_all}, its arrays {seen}")
@@ -100,7 +102,7 @@ def check_rows(rows: Sequences, method: Eviction, true_queries: bool, can_take_b
         return
     room = min(store.capacity, store.limit + 1)
     require(store.filled <= room, f"its header has filled={store.filled} where there is room for {room} rows")
-    require(store.unscored <= store.filled, f"its header has unscored={store.unscored} of {store.filled} rows")
+    require(store.unscored <= store.filled, waiting)
     whole = store.ordered and store.filled == store.seen_by_all
     require(store.unscored == 0 or whole, "rows have no rank, and some were evicted or are not in order")
     for b, offset in enumerate(seen):
@@ -110,6 +112,14 @@ def check_rows(rows: Sequences, method: Eviction, true_queries: bool, can_take_b
 def _check_positions(store: Store, b: int, offset: int) -> None:
     """The rows of one sequence, that has seen `offset` tokens: real ones each once, the rest padding."""
     positions = np.array(rank_positions(store.ranks[b, :, : store.filled - store.unscored]))
+    beyond = np.array(rank_positions(store.ranks[b, :, store.filled :]))  # tokens taken back, and room: maybe a copy
+    require(
+        all(
+            (np.isin(rest, used) | (rest < 0) | (rest >= offset)).all()
+            for rest, used in zip(beyond, positions, strict=True)
+        ),
+        f"its header has filled={store.filled}, and more of its rows are tokens",
+    )
     n_real = batch.real_rows(store, offset)
     least = store.budget if batch.has_evicted(store, offset) else offset
     require(n_real >= least, f"it has {n_real} rows of {offset} tokens, where it keeps {least}")

@@ -36,7 +36,7 @@ def with_default_recent(method: Method, settings: Mapping[str, Any], share: floa
         return settings
     asked = {"n_sink": 0, **method.defaults, **settings}
     try:
-        budget = checks.whole_number("budget", asked["budget"], 1)
+        budget = checks.rows_of_budget(asked["budget"])
         n_sink = checks.whole_number("n_sink", asked["n_sink"], 0)
         free = budget - sum(stop - start for start, stop in pinned_ranges(asked.get("pinned", ())))
     except ValueError:

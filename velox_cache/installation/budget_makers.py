@@ -42,7 +42,7 @@ def pyramid_budgets(model: nn.Module, budget: int, *, beta: float = 20, window: 
     Raises:
         ValueError: a number cannot work, or the model is one rank's part of a pipeline.
     """
-    budget, window = checks.whole_number("budget", budget, 1), checks.whole_number("window", window, 0)
+    budget, window = checks.rows_of_budget(budget), checks.whole_number("window", window, 0)
     if not beta >= 1:
         raise ValueError(f"beta is at least 1, at which all layers get the same, got {beta!r}")
     if window >= budget:
@@ -80,7 +80,7 @@ def squeeze_budgets(model: nn.Module, tokens: Sequence[int], budget: int, *, sha
     Raises:
         ValueError: a number cannot work, there are no tokens, or the model is one rank's part of a pipeline.
     """
-    budget = checks.whole_number("budget", budget, 1)
+    budget = checks.rows_of_budget(budget)
     if not 0 < share < 1:
         raise ValueError(f"share is that of the budget which the least layers get, above 0 and below 1, got {share!r}")
     if not len(tokens):

@@ -6,13 +6,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.plan import LayerPlan, make_caches
 from velox_cache.introspection.query_tap import QueryTap
+from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 
 
@@ -70,6 +71,12 @@ class InstalledCaches:
         )
         return copied.owning_tap()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a model with evicting caches installed cannot be pickled: it would arrive without its query tap; "
+            "uninstall(model) first, and install again where it is loaded. Its caches can be pickled"
+        )
+
 
 def _max_kv_size_asked_for() -> int | None:
     """The `max_kv_size` of the call of `make_prompt_cache` that a `make_cache` answers, None without one.
@@ -79,4 +86,5 @@ def _max_kv_size_asked_for() -> int | None:
     """
     caller = sys._getframe(2)  # of the frames in between no name is kept: one that names itself is a cycle
     asked = caller.f_locals.get("max_kv_size") if caller.f_code.co_name == "make_prompt_cache" else None
+    asked = checks.plain(asked)
     return asked if isinstance(asked, int) else None

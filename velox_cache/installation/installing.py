@@ -32,6 +32,7 @@ from velox_cache.introspection.row_bytes import row_bytes
 from velox_cache.introspection.shard import model_shard
 from velox_cache.known_methods import as_method
 from velox_cache.recommended import RECOMMENDED_METHOD
+from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.quantised import widths_of_method
 from velox_fn.method import PLACES, Method
@@ -154,7 +155,7 @@ def install(
         used = calibration_of(chosen, settings, given, calibrate, tokenizer, model, one_layer)
         average = None
         if shares is not None:
-            average = budget if isinstance(budget, int) else chosen.settings["budget"]
+            average = chosen.settings["budget"] if budget is None else checks.plain(budget)
             budget = shared_out(shares, model, chosen, settings, average, tokenizer)
         methods = by_layer(chosen, settings, budget, used, model, plan, shard, average=average)
     any_method = next(iter(methods.values()))

@@ -8,6 +8,7 @@ import mlx.nn as nn
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.texts import calibration_texts
 from velox_cache.installation.budget_makers import pyramid_budgets, squeeze_budgets
+from velox_fn.engine import checks
 from velox_fn.method import Method
 
 _PYRAMID_WINDOW = 8  # rows of every layer, in the paper; more where the method itself protects more
@@ -19,7 +20,7 @@ def check_shares(shares: object, budget: object) -> None:
         return
     if shares not in RULES:
         raise ValueError(f"shares={shares!r}: there is no such rule; layers share the budget by {' or '.join(RULES)}")
-    if budget is not None and not isinstance(budget, int):
+    if budget is not None and not isinstance(checks.plain(budget), int):
         raise ValueError(
             f"shares={shares!r} hands one budget out to the layers, and budget={budget!r} is none; give a number, or "
             "leave shares out"

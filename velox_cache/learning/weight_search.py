@@ -125,7 +125,7 @@ def search_weights(
     Raises ValueError when the texts are too short, when the state file is of another search, and what `install` raises.
     """
     names = term_names(terms or default_terms(method_named("fusion"), {}, model).get("terms", TERMS))
-    seed = checks.whole_number("seed", seed, 0)
+    seed = checks.whole_number("seed", seed, 0, 2**64 - 1)
     if not seconds > 0:
         raise ValueError(f"seconds must be positive, got {seconds}; a step takes about a second on a small model")
     plain = without_weights(calibration)

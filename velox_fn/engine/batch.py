@@ -133,6 +133,12 @@ def _joined_stores(stores: list[Store]) -> Store:
         raise ValueError(
             f"cannot merge stores of different (budget, n_sink, recent, rollback, widths, chunk): {limits}"
         )
+    layers = {(store.ranks.shape[1], store.head_dim, store.value_dim) for store in stores}
+    if len(layers) > 1:
+        raise ValueError(
+            f"cannot merge rows of different (KV heads, head_dim, value_dim): {layers}; merge the caches of one layer "
+            "of one model"
+        )
     if stores[0].span is not None:
         return slots.joined_stores(stores)
     closed = [_with_kept_rows_only(store) for store in stores]

@@ -11,17 +11,25 @@ FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 MOST_TOKENS = 2**31 - 1  # of one sequence: offsets are int32
 
 
-def whole_number(name: str, value: object, least: int) -> int:
-    """`value` as an int of at least `least`: whatever has a `__index__`, numpy's whole numbers included.
+def whole_number(name: str, value: object, least: int, most: int = MOST_TOKENS, example: int | None = None) -> int:
+    """`value` as an int from `least` to `most`: whatever has a `__index__`, numpy's whole numbers included.
 
     ValueError otherwise; booleans and floats are refused. Go on with what this returns: it alone is plain JSON.
     """
     number = plain(value)
     if isinstance(number, bool) or not isinstance(number, int):
-        raise ValueError(f"{name} must be a whole number, got {value!r}; write for example {name}={max(least, 1)}")
+        example = max(least, 1) if example is None else example
+        raise ValueError(f"{name} must be a whole number, got {value!r}; write for example {name}={example}")
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
     return number
+
+
+def rows_of_budget(budget: object) -> int:
+    """`budget` as an int of at least 1. ValueError otherwise."""
+    return whole_number("budget", budget, 1, example=512)  # one that leaves room for sinks and recent rows
 
 
 def above_zero(name: str, value: object) -> float:
@@ -49,7 +57,7 @@ def row_limits(budget: object, n_sink: object, recent: object, recent_name: str 
 
     Raises ValueError when one is not a whole number in range, or when protected rows leave nothing to choose from.
     """
-    budget = whole_number("budget", budget, 1)
+    budget = rows_of_budget(budget)
     n_sink = whole_number("n_sink", n_sink, 0)
     recent = whole_number(recent_name, recent, 0)
     if n_sink + recent >= budget:

@@ -45,6 +45,7 @@ def interval_parts(seen: int | Iterable[int], n_tokens: int | Sequence[int], int
         The sizes of the parts, in order. A part ends where any sequence has its boundary. The padding of the longest
         sequence may follow the last part.
     """
+    seen, n_tokens = checks.plain(seen), checks.plain(n_tokens)
     seen = [seen] if isinstance(seen, int) else list(seen)
     real = [n_tokens] * len(seen) if isinstance(n_tokens, int) else list(n_tokens)
     firsts = [interval - so_far % interval for so_far in seen]

@@ -81,7 +81,7 @@ def cur(
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
     checks.one_of("combine", combine, COMBINE)
     window = checks.whole_number("window", window, 1)
-    seed = checks.whole_number("seed", seed, 0)
+    seed = checks.whole_number("seed", seed, 0, 2**64 - 1)
     if sketch is not None:
         sketch = checks.whole_number("sketch", sketch, 1)
 

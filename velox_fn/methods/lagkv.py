@@ -72,7 +72,7 @@ def lagkv(
         >>> lagkv(budget=256, lag=32).needs_queries
         False
     """
-    budget = checks.whole_number("budget", budget, 1)
+    budget = checks.rows_of_budget(budget)
     lag = max(1, budget // 8) if lag is None else checks.whole_number("lag", lag, 1)
     checks.one_of("across", across, (False, True))
     budget, n_sink, recent = checks.row_limits(budget, n_sink, 2 * lag - 1, recent_name="(2 * lag - 1)")

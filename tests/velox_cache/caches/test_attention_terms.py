@@ -24,6 +24,7 @@ SCORED: dict[str, dict[str, Any]] = {
     "h2o": {"grace": 0},
     "tova": {},
     "snapkv": {"obs_window": 3, "kernel": 1},
+    "morphkv": {"obs_window": 3},
     "curdkv": {"solver": "eigh", "rank_cap": 64},
 }
 BY_ATTENTION = [name for name, factory in METHODS.items() if factory(budget=64).needs_queries]
@@ -77,6 +78,8 @@ def expected_scores(method: str, calls: Sequence[ObservedAttention], sinks: mx.a
             scores[:, :n_seen] += found.sum((1, 2))
         elif method == "tova":
             scores[:, :n_seen] = found[:, :, -1].sum((0, 1)) / (found.shape[0] * found.shape[1])
+        elif method == "morphkv":  # the last call has as many queries as the window
+            scores[:, :n_seen] = found[:, :, -3:].sum((1, 2))
         elif method == "snapkv":
             scores[:, :n_seen] *= max(1 - n_new / 3, 0)
             scores[:, :n_seen] += found[:, :, -3:].sum((1, 2))

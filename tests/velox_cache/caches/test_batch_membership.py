@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from velox_cache import EvictingKVCache
-from velox_fn import kept_positions, kv, qfilters
+from velox_fn import kept_positions, kv, l2norm, qfilters
 
 H, D = 2, 8
 
@@ -101,6 +101,15 @@ def test_lengths_that_are_no_counts_are_refused(lengths):
 def test_a_batch_takes_its_method_from_its_sequences():
     with pytest.raises(ValueError, match="at least one cache"):
         EvictingKVCache.merge([])
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 5, 8), (1, 2, 5, 16)], ids=["heads", "head_dim"])
+def test_rows_of_another_layer_are_refused_with_what_differs(shape):
+    one, other = (EvictingKVCache(l2norm(budget=16)) for _ in range(2))
+    one.update_and_fetch(*block(20))
+    other.update_and_fetch(mx.ones(shape), mx.ones(shape))
+    with pytest.raises(ValueError, match=r"cannot merge rows of different \(KV heads, head_dim, value_dim\)"):
+        EvictingKVCache.merge([one, other])
 
 
 @pytest.mark.parametrize("ours", [0, 1])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import velox_cache as vc
 from velox_cache.caches.digest import digest
-from velox_fn import curdkv, l2norm, qfilters
+from velox_fn import curdkv, h2o, l2norm, morphkv, qfilters
 
 H, D, D_V = 2, 8, 6
 FILTERS = mx.array(np.random.default_rng(1).standard_normal((H, D)).astype(np.float32))
@@ -152,6 +152,42 @@ def test_a_forged_state_without_a_change_loads() -> None:
 def test_a_header_that_contradicts_its_arrays_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"\w+ \w+ \w+"):
         vc.EvictingKVCache.from_state(forged(STATE, change))
+
+
+@pytest.mark.parametrize(
+    ("method", "calls", "change"),
+    [
+        (l2norm(budget=9, rollback=3), (40, 5), {"record.store.filled": 11}),
+        (
+            h2o(budget=16, grace=4),
+            (40, 1),
+            {"record.store.filled": 16},
+        ),  # the landing row is among the 17 that are there
+        (morphkv(budget=64, obs_window=4), (40, 5), {"record.store.unscored": 1}),
+        (l2norm(budget=9, interval=8), (8, 8, 3), {"record.store.unscored": 1}),
+    ],
+    ids=["rows kept aside", "landing row", "by attention", "interval"],
+)
+def test_a_header_that_leaves_rows_out_is_refused(method: Any, calls: tuple[int, ...], change: dict[str, Any]) -> None:
+    state = used(method, calls).state
+    assert vc.EvictingKVCache.from_state(forged(state, {})).offset == sum(calls)
+    with pytest.raises(ValueError, match="contradicts itself"):
+        vc.EvictingKVCache.from_state(forged(state, change))
+
+
+def test_tokens_that_were_taken_back_may_lie_beside_the_rows() -> None:
+    for method in (l2norm(budget=64), l2norm(budget=9, rollback=3)):
+        cache = used(method, (20, 5))
+        cache.trim(3)
+        assert vc.EvictingKVCache.from_state(cache.state).offset == 22
+
+
+@pytest.mark.parametrize("since", [[2, 7], [3, 8]])
+def test_boundaries_of_a_batch_are_multiples_of_the_interval(since: list[int]) -> None:
+    method = l2norm(budget=16, interval=8)
+    batch = vc.EvictingKVCache.merge([used(method, (8, 8, 3)), used(method, (7,))])
+    with pytest.raises(ValueError, match="contradicts itself"):
+        vc.EvictingKVCache.from_state(forged(batch.state, {"record.store.span.since": since}))
 
 
 @pytest.mark.parametrize(

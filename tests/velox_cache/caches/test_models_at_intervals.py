@@ -228,6 +228,7 @@ def test_a_copy_of_the_model_evicts_alike(tiny_model: Tiny) -> None:
         ("kept", [39]),
         ("kept", [41]),
         ("since", [9]),
+        ("since", [1]),
         ("seen", [91]),
         ("settled", 39),
         ("ragged", True),

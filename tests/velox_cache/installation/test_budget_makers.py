@@ -113,7 +113,7 @@ def test_install_takes_a_rule_by_its_name(
 ) -> None:
     monkeypatch.setattr("velox_cache.installation.shares.calibration_texts", lambda: ["some text to read " * 9])
     model = tiny_model(num_hidden_layers=5)
-    report = vc.install(model, "l2norm", budget=40, shares=shares, recent=10, n_sink=0, tokenizer=tokenizer)
+    report = vc.install(model, "l2norm", budget=np.int64(40), shares=shares, recent=10, n_sink=0, tokenizer=tokenizer)
     budgets = report.settings["budget"]
     assert sum(budgets) == 5 * 40
     assert len(set(budgets)) > 1

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -126,6 +127,15 @@ def test_copy_of_a_model_makes_caches_for_itself(tiny_model: Callable[..., nn.Mo
     assert [cache.size() for cache in caches] == [3, 3]
     del twin
     assert llama.scaled_dot_product_attention is original
+
+
+def test_pickling_an_installed_model_says_what_to_do(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model()
+    static(model)
+    with pytest.raises(TypeError, match=r"uninstall\(model\) first"):
+        pickle.dumps(model)
+    uninstall(model)
+    assert pickle.loads(pickle.dumps(model)).layers
 
 
 def test_factory_of_a_model_that_is_gone_says_so(tiny_model: Callable[..., nn.Module], no_collector: None) -> None:

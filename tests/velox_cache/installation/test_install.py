@@ -227,7 +227,7 @@ def test_a_smaller_max_kv_size_is_not_ignored_silently(tiny_model):
         make_prompt_cache(model, max_kv_size=8)
     assert told[0].filename == __file__
     with pytest.warns(UserWarning, match="max_kv_size=8"):
-        generated(model, PROMPT, max_kv_size=8)
+        generated(model, PROMPT, max_kv_size=np.int64(8))
 
 
 @pytest.mark.parametrize("max_kv_size", [None, 64, 4096])
