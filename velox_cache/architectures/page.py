@@ -68,7 +68,8 @@ def _row(name: str, each: Verdict, notes: _Notes) -> str:
     cells = [name, f"{bounded} of {len(each.layers)}{of_kind}"]
     for reason in (each.no_queries, each.no_renumbering):
         cells.append("yes" if reason is None else f"no ({notes.number(_general(name, reason))})" if bounded else "")
-    cells += ["yes" if each.alone else "", ", ".join(map(str, others))]
+    no_budgets = None if each.no_budgets is None else f"refused ({notes.number(each.no_budgets)})"
+    cells += [no_budgets or ("yes" if each.alone else ""), ", ".join(map(str, others))]
     return f"| {' | '.join(cells)} |"
 
 

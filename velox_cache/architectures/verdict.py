@@ -19,6 +19,7 @@ class Verdict:
     no_queries: str | None  # why methods that score by the model's own queries are refused
     no_renumbering: str | None  # why renumber=True is
     alone: bool  # with budgets per layer its caches serve one sequence at a time
+    no_budgets: str | None = None  # why budgets per layer are refused
 
     @property
     def bounded(self) -> bool:
@@ -38,7 +39,7 @@ def verdict(model: nn.Module) -> Verdict:
         layers,
         _refusal(model, "h2o", budget=64),
         _refusal(model, "streaming_llm", budget=64, renumber=True),
-        _one_at_a_time(model),
+        *_budgets(model),
     )
 
 
@@ -62,7 +63,9 @@ def in_words(found: Verdict) -> Mapping[str, str]:
         if found.no_renumbering is None
         else f"renumber=True is refused: {found.no_renumbering}"
     )
-    if found.alone:
+    if found.no_budgets is not None:
+        said["budgets"] = f"budgets per layer are refused: {found.no_budgets}"
+    elif found.alone:
         said["budgets"] = (
             "with budgets per layer its caches serve one sequence at a time; with one for all, batches too"
         )
@@ -81,10 +84,13 @@ def _refusal(model: nn.Module, method: str, **settings: Any) -> str | None:
     return None
 
 
-def _one_at_a_time(model: nn.Module) -> bool:
+def _budgets(model: nn.Module) -> tuple[bool, str | None]:
+    """Whether caches with budgets per layer serve one sequence at a time, and why such budgets are refused."""
     try:
         install(model, "l2norm", budget=lambda layer: 64 + layer)
-        return not all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+        return not all(hasattr(cache, "merge") for cache in make_prompt_cache(model)), None
+    except ValueError as error:
+        return False, str(error)
     finally:
         uninstall(model)
 

@@ -84,26 +84,30 @@ def with_own_masks(model: nn.Module, installed: InstalledCaches) -> InstalledCac
 
     Raises ValueError when the model wants masks as arrays and its layers do not take their own.
     """
-    own = replace(installed, cache_class=LayerBudgetKVCache)
+    own, alone = (replace(installed, cache_class=cls) for cls in (LayerBudgetKVCache, SoloKVCache))
     with looking_up_masks(model):
-        if _layers_take_own_masks(model, own):
+        if _layers_take_own_masks(model, own, n_sequences=2):
             return own
-    if asks_for_mask_arrays(model):
-        raise ValueError(_ARRAY_MASK)
-    return replace(installed, cache_class=SoloKVCache)
+        if asks_for_mask_arrays(model) and not _layers_take_own_masks(model, alone, n_sequences=1):
+            raise ValueError(_ARRAY_MASK)
+    return alone
 
 
-def _layers_take_own_masks(model: nn.Module, make_caches: Callable[[], list[Any]]) -> bool:
-    """Whether each layer's attention gets its own mask in a batch, tried without evaluating anything.
+def _layers_take_own_masks(model: nn.Module, make_caches: Callable[[], list[Any]], n_sequences: int) -> bool:
+    """Whether each layer's attention gets its own mask, in a batch of so many, tried without evaluating anything.
 
-    Not so where the model's layers are not called as a whole, or where one of the caches has no batched form.
+    Not so where the model's layers are not called as a whole, or in a batch where one of the caches has no batched
+    form, or the model itself takes none.
     """
     try:
         for tokens in ([0, 1], [0]):  # latent attention does one token's by another road
             # Fresh ones for each: a second call would begin to compute the first, which ranks do in their own order.
-            pairs = zip(make_caches(), make_caches(), strict=True)
+            caches = make_caches()
+            if n_sequences > 1:
+                pairs = zip(caches, make_caches(), strict=True)
+                caches = [type(one).merge([one, other]) for one, other in pairs]
             with left_as_it_was(model):
-                model(mx.array([tokens, tokens]), cache=[type(one).merge([one, other]) for one, other in pairs])
+                model(mx.array([tokens] * n_sequences), cache=caches)
     except Exception:  # whatever it is: such a model is served one sequence at a time
         return False
     return True

@@ -37,6 +37,25 @@ def test_a_model_without_rotary_embedding_is_told_that_rows_cannot_be_turned(
     assert "renumber=True is refused" in printed(model_of("gpt2"), monkeypatch, capsys)
 
 
+def test_budgets_per_layer_that_serve_one_sequence_at_a_time_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "one sequence at a time" in printed(model_of("iquestloopcoder"), monkeypatch, capsys)
+    assert "one sequence at a time" not in printed(model_of("llama"), monkeypatch, capsys)
+
+
+def test_budgets_per_layer_that_install_refuses_are_told_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusing(model: nn.Module, method: str, **settings: object) -> None:
+        if callable(settings["budget"]):
+            raise ValueError("its masks are of one size")
+
+    monkeypatch.setattr("velox_cache.architectures.verdict.install", refusing)
+    shown = printed(model_of("llama"), monkeypatch, capsys)
+    assert "budgets per layer are refused: its masks are of one size" in shown
+
+
 def test_asking_leaves_the_model_as_it_was(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model()
     assert verdict(model).no_queries is None
