@@ -190,6 +190,8 @@ def test_an_interval_that_is_no_whole_number_is_refused(interval: Any) -> None:
     for case in CASES:
         with pytest.raises(ValueError, match="interval must be"):
             case.make(interval=interval)
+    with pytest.raises(ValueError, match="interval must be"):
+        interval_parts(5, 20, interval)
 
 
 def test_rollback_and_interval_exclude_each_other() -> None:

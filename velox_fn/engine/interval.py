@@ -44,7 +44,11 @@ def interval_parts(seen: int | Iterable[int], n_tokens: int | Sequence[int], int
     Returns:
         The sizes of the parts, in order. A part ends where any sequence has its boundary. The padding of the longest
         sequence may follow the last part.
+
+    Raises:
+        ValueError: interval is no whole number of at least 1.
     """
+    interval = checks.whole_number("interval", interval, 1)
     seen, n_tokens = checks.plain(seen), checks.plain(n_tokens)
     seen = [seen] if isinstance(seen, int) else list(seen)
     real = [n_tokens] * len(seen) if isinstance(n_tokens, int) else list(n_tokens)
