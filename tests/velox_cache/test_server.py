@@ -536,12 +536,14 @@ def test_at_intervals_a_prompt_from_before_the_last_reply_reuses_its_evicted_cac
 ) -> None:
     model, tokenizer = mlx_lm.load(str(folder))
     vc.install(model, "l2norm", budget=BUDGET, interval=16)
-    prompt = words(150, 70)
+    prompt = words(146, 70)
     with running(
         folder, tmp_path / "log.txt", "--method", "l2norm", "--budget", str(BUDGET), "--set", "interval=16"
     ) as server:
         assert server.text(prompt) == continued(model, tokenizer, prompt)
-        for asked, known in ((prompt + words(40, 71), 149), (prompt[:145] + words(9, 72), 145)):
+        # With its reply the prompt has passed the boundary at 144: only its snapshot goes back to 140.
+        for known in (140, 146, 145):
+            asked = prompt[:known] + words(9, 70 + known)
             reply = server.complete(asked)
             assert reply.choices[0].text == continued(model, tokenizer, asked)
             assert reply.usage.prompt_tokens_details.cached_tokens == known

@@ -204,7 +204,7 @@ class Held:
         """With rows of one width from here on: those that are there are quantised now."""
         method = quantised(self.method, key_bits=bits, value_bits=bits, group_size=group_size)
         held = self.scored()
-        past = replace(self.past.of_other_rows(), method=method)
+        past = replace(self.past.of_rows_stored_anew(), method=method)
         rows = held.rows
         if rows.record is not None:
             rows = replace(rows, record=converted(self.method, rows.record, widths_of_method(method)))
@@ -213,12 +213,12 @@ class Held:
     def chosen(self, indices: Sequence[int]) -> "Held":
         """Only these sequences of the batch, in this order."""
         held = self.scored()
-        return replace(held, rows=selected(held.rows, indices), past=self.past.of_other_rows())
+        return replace(held, rows=selected(held.rows, indices), past=self.past.of_sequences(self.rows, indices))
 
     def alone(self, index: int) -> "Held":
         """One sequence of the batch, by itself."""
         held = self.scored()
-        return replace(held, rows=extracted(held.rows, index), past=self.past.of_other_rows())
+        return replace(held, rows=extracted(held.rows, index), past=self.past.of_sequences(self.rows, [index]))
 
 
 def batch_of(parts: Sequence[Held]) -> Held:
@@ -229,5 +229,7 @@ def batch_of(parts: Sequence[Held]) -> Held:
         if not same_method(first.method, part.method):
             given = [f"{one.method.name} {dict(one.method.settings)}" for one in (first, part)]
             raise ValueError(f"only caches of one method with one set of settings can share a batch, got {given}")
-    past = replace(first.past.of_other_rows(), can_take_back=0)  # a batch holds no rows aside from before
-    return replace(first, rows=merged([part.rows for part in parts], first.method), past=past)
+    rows = [part.rows for part in parts]
+    snapshots = first.past.snapshots.joined(rows, [part.past.snapshots for part in parts])
+    past = replace(first.past, snapshots=snapshots, can_take_back=0)  # a batch holds no rows aside from before
+    return replace(first, rows=merged(rows, first.method), past=past)

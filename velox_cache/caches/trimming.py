@@ -37,9 +37,13 @@ class Past:
         """Of a cache that has seen no token."""
         return cls(method, Snapshots(snapshots), rollback_of(method))
 
-    def of_other_rows(self) -> "Past":
-        """Of rows that no snapshot shows, because sequences came, left or changed places, or rows are stored anew."""
+    def of_rows_stored_anew(self) -> "Past":
+        """Of rows that no snapshot shows."""
         return replace(self, snapshots=Snapshots(self.snapshots.most))
+
+    def of_sequences(self, held: Sequences, indices: Sequence[int]) -> "Past":
+        """Of these sequences of `held`, in this order."""
+        return replace(self, snapshots=self.snapshots.chosen(held, indices))
 
     def before(self, held: Sequences) -> "Past":
         """With `held` kept as a snapshot, where it stands at a boundary."""
@@ -67,7 +71,7 @@ class Past:
     def back(self, held: Sequences, n_tokens: int) -> tuple[Sequences, "Past"]:
         """`held` as it was `n_tokens` tokens ago, and what can be taken back then. ValueError beyond that."""
         if interval_of(self.method) > 1:
-            earlier, snapshots = self.snapshots.back(held, n_tokens, static=self.method.static)
+            earlier, snapshots = self.snapshots.back(held, n_tokens, self.method)
             return earlier, replace(self, snapshots=snapshots)
         left = self.can_take_back
         if has_evicted(held):

@@ -60,7 +60,7 @@ class IntervalMachine(RuleBasedStateMachine):
         self.interval, self.most, self.dtype, self.shown = interval, snapshots, dtype, shown
         self.alone: dict[Any, EvictingKVCache] = {}
         self.cache, self.texts, self.pins = self.fresh(own), [()], [own]
-        self.reached: list[int] = []  # boundaries of which there are snapshots
+        self.reached: list[list[int]] = [[]]  # boundaries of which there are snapshots, per sequence
         self.batched = False
 
     def fresh(self, own: Any) -> EvictingKVCache:
@@ -91,13 +91,22 @@ class IntervalMachine(RuleBasedStateMachine):
             self.alone[text[: n + 1], own] = copy.deepcopy(cache)
         return cache
 
+    def passed(self, before: int, n_tokens: int) -> list[int]:
+        """The boundaries that so many tokens pass."""
+        first = max(-(-before // self.interval), 1)
+        return list(range(first * self.interval, before + n_tokens, self.interval))
+
+    def kept_of(self, *boundaries: int) -> list[int]:
+        return list(boundaries[-self.most :]) if self.most else []
+
     @rule(words=TOKENS)
     def come(self, words: list[int]) -> None:
-        before = len(self.texts[0])
         self.call(self.cache, np.array([words] * len(self.texts)))
+        self.reached = [
+            self.kept_of(*reached, *self.passed(len(text), len(words)))
+            for reached, text in zip(self.reached, self.texts, strict=True)
+        ]
         self.texts = [(*text, *words) for text in self.texts]
-        passed = range(-(-before // self.interval) * self.interval, len(self.texts[0]), self.interval)
-        self.reached = [*self.reached, *(b for b in passed if b)][-self.most :] if self.most else []
 
     @precondition(lambda self: not self.batched)
     @rule(n_tokens=st.integers(1, 25))
@@ -105,7 +114,8 @@ class IntervalMachine(RuleBasedStateMachine):
         [text] = self.texts
         n_tokens = min(n_tokens, len(text))
         target, since = len(text) - n_tokens, len(text) - max(len(text) - 1, 0) // self.interval * self.interval
-        held = [b for b in self.reached if b - self.interval <= target <= b]
+        [reached] = self.reached
+        held = [b for b in reached if b - self.interval <= target <= b]
         try:
             taken = self.cache.trim(n_tokens)
         except ValueError:
@@ -114,7 +124,7 @@ class IntervalMachine(RuleBasedStateMachine):
             return
         assert taken == n_tokens
         self.texts = [text[:target]]
-        self.reached = [b for b in self.reached if b < target or (n_tokens <= since and b <= target)]
+        self.reached = [[b for b in reached if b < target or (n_tokens <= since and b <= target)]]
 
     @rule(through=st.sampled_from(["state", "pickle"]))
     def save_and_load(self, through: str) -> None:
@@ -122,7 +132,7 @@ class IntervalMachine(RuleBasedStateMachine):
             self.cache = pickle.loads(pickle.dumps(self.cache))
         else:
             self.cache = EvictingKVCache.from_state(self.cache.state)
-        self.reached, self.most = [], 0
+        self.reached, self.most = [[] for _ in self.texts], 0
 
     @rule(words=TOKENS)
     def a_fork_disturbs_nothing(self, words: list[int]) -> None:
@@ -140,7 +150,9 @@ class IntervalMachine(RuleBasedStateMachine):
         first = front and not self.batched
         self.texts = [tuple(text), *self.texts] if first else [*self.texts, tuple(text)]
         self.pins = [own, *self.pins] if first else [*self.pins, own]
-        self.batched, self.reached = True, []
+        came = self.kept_of(*self.passed(0, len(text)))
+        self.reached = [came, *self.reached] if first else [*self.reached, came]
+        self.batched = True
 
     @precondition(lambda self: self.batched)
     @rule(data=st.data())
@@ -149,12 +161,13 @@ class IntervalMachine(RuleBasedStateMachine):
         left = left[: data.draw(st.integers(1, len(left)))]
         self.cache.filter(left)
         self.texts, self.pins = [self.texts[b] for b in left], [self.pins[b] for b in left]
+        self.reached = [self.reached[b] for b in left]
 
     @precondition(lambda self: self.batched)
     @rule(data=st.data())
     def extract(self, data: Any) -> None:
         b = data.draw(st.integers(0, len(self.texts) - 1))
-        self.cache, self.batched, self.reached = self.cache.extract(b), False, []
+        self.cache, self.batched, self.reached = self.cache.extract(b), False, [self.reached[b]]
         self.texts, self.pins = [self.texts[b]], [self.pins[b]]
 
     @invariant()
