@@ -1,6 +1,7 @@
 """The public names of velox_cache: what type checkers read, and what `__init__.py` imports on first use."""
 
-from .caches.evicting import EvictingKVCache, MissingQueriesError
+from .caches.evicting import EvictingKVCache
+from .caches.held import MissingQueriesError
 from .caches.prompt_file import load_prompt_cache, register_with_mlx_lm, save_prompt_cache
 from .caches.protocol import KVCache
 from .calibration import average_gqa_filters, compute_qfilters

@@ -12,6 +12,7 @@ from velox_fn.directions.query_gram import (
     query_gram_update,
 )
 from velox_fn.engine.attention import Observed, Queries, attention_mass, observe_rows
+from velox_fn.engine.chunks import chunked
 from velox_fn.engine.compiled import compiled
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.engine.eviction import Eviction, State, kept_bytes, kept_positions, kv
@@ -38,6 +39,7 @@ from velox_fn.methods.l2norm import l2norm
 from velox_fn.methods.lagkv import lagkv
 from velox_fn.methods.learned import learned
 from velox_fn.methods.morphkv import morphkv
+from velox_fn.methods.nestedkv import nestedkv
 from velox_fn.methods.qfilters import QFiltersState, qfilters, qfilters_init, qfilters_update
 from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
@@ -70,6 +72,7 @@ __all__ = [
     "attend",
     "attention_mass",
     "average_gqa_filters",
+    "chunked",
     "compiled",
     "compute_qfilters",
     "cur",
@@ -97,6 +100,7 @@ __all__ = [
     "learned",
     "leverage_scores",
     "morphkv",
+    "nestedkv",
     "observe_rows",
     "pinned_state",
     "pinning",
