@@ -12,7 +12,6 @@ from velox_cache.introspection.latents import caches_latents
 from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import WHOLE, ModelShard
 from velox_fn.method import Method
-from velox_fn.methods.fusion import term_names
 
 
 def calibration_for(method: Method, calibration: Calibration | None) -> Calibration | None:
