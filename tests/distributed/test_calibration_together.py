@@ -45,9 +45,25 @@ def test_statistics_equal_those_of_one_process(calibrations, spread, n_texts):
     for rank in calibrations(spread, n_texts):
         for found, expected in zip(rank.statistics, alone.statistics, strict=True):
             for name, array in found.arrays().items():
+                if name == "row_losses":
+                    continue
                 # A regression's weights move by more than the rounding of its sums.
                 rtol = 1e-4 if name.startswith("score_") else 1e-7
                 np.testing.assert_allclose(array, getattr(expected, name), rtol=rtol, atol=2e-6)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_losses_equal_those_of_one_process(calibrations, spread):
+    [alone] = calibrations("none", 4)
+    assert alone.losses.methods == ("fusion", "learned", "qfilters")
+    fixed = [0, 2]  # the weights of the learned score move a little, and with them the rows that stay
+    for rank in calibrations(spread, 4):
+        for found, expected in zip(rank.statistics, alone.statistics, strict=True):
+            losses, wanted = np.array(found.row_losses), np.array(expected.row_losses)
+            assert wanted.min() > 0
+            np.testing.assert_allclose(losses[:, fixed], wanted[:, fixed], rtol=1e-3)
+            np.testing.assert_allclose(losses, wanted, rtol=0.5)
+    assert calibrations(spread, 1)[0].losses is None
 
 
 @pytest.mark.parametrize("n_texts", N_TEXTS)
@@ -57,6 +73,9 @@ def test_all_ranks_end_with_the_same_bits(calibrations, spread, n_texts):
     for other in others:
         for one, two in zip(first.filters, other.filters, strict=True):
             np.testing.assert_array_equal(one, two)
+        for one, two in zip(first.statistics, other.statistics, strict=True):
+            if one.row_losses is not None:
+                np.testing.assert_array_equal(one.row_losses, two.row_losses)
 
 
 @pytest.mark.parametrize("spread", SPREADS)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from velox_cache.calibration.fusion_choice import FusionChoice
+from velox_cache.calibration.loss_table import LossTable
 from velox_cache.calibration.score_choice import ScoreChoice
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_cache.file_checks import check_folder_of, check_readable
@@ -47,6 +48,7 @@ class Calibration:
     terms: tuple[str, ...] = ()  # the static scores whose moments the statistics hold, column by column
     fusion: FusionChoice | None = None  # of what the statistics hold weights; None: of nothing
     scores: ScoreChoice | None = None  # how the learned scores that they hold were fitted; None: they hold none
+    losses: LossTable | None = None  # the axes of the losses that they hold; None: they hold none
     weights: str | None = None  # digest of the model's weights (weights_digest); None: not known
     predicts: float | None = None  # how well the filters foretell attention (predicts_attention); None: not measured
 
@@ -77,6 +79,10 @@ class Calibration:
                 raise ValueError(
                     f"layer {index} must have learned scores where there is a choice of them, and only there"
                 )
+            measured = None if statistics is None else statistics.row_losses
+            table = None if self.losses is None else (len(self.losses.methods), len(self.losses.shares))
+            if statistics is not None and (None if measured is None else measured.shape[1:]) != table:
+                raise ValueError(f"layer {index} must have row_losses [H,methods,shares] as losses says, and only then")
             means = None if statistics is None else statistics.term_means
             n_terms = 0 if means is None else means.shape[1]
             if statistics is not None and n_terms != len(self.terms):
@@ -112,6 +118,7 @@ def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> 
         "terms": calibration.terms,
         "fusion": None if calibration.fusion is None else asdict(calibration.fusion),
         "scores": None if calibration.scores is None else asdict(calibration.scores),
+        "losses": None if calibration.losses is None else asdict(calibration.losses),
         "weights": calibration.weights,
         "predicts": calibration.predicts,
         "has_filter": [layer is not None for layer in calibration.filters],
@@ -158,7 +165,9 @@ def load_calibration(path: str | os.PathLike[str], expect_model_id: str | None =
         if header.get("scores") is not None:
             fit = header["scores"]  # more is told in files that an older version wrote
             header["scores"] = ScoreChoice(fit["features"], fit["ridge"])
-        kept_with = (("term_", "terms"), ("fusion_", "fusion"), ("score_", "scores"))
+        if header.get("losses") is not None:
+            header["losses"] = LossTable(**header["losses"])
+        kept_with = (("term_", "terms"), ("fusion_", "fusion"), ("score_", "scores"), ("row_", "losses"))
         absent = [part for part, key in kept_with if not header.get(key)]
         names = [field.name for field in fields(LayerStatistics) if not field.name.startswith(tuple(absent))]
         statistics = [_stored_statistics(i, names, content) if has else None for i, has in enumerate(has_statistics)]

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.losses_together import with_losses
 from velox_cache.calibration.score_choice import ScoreChoice
 from velox_cache.calibration.score_fit import fit_scores
 from velox_cache.calibration.score_sums import ScoreSums
@@ -55,6 +56,7 @@ def calibrate(
     advance: Callable[[int], object] = lambda n_tokens: None,
     group: Group | None = None,
     learned: bool = True,
+    losses: bool = True,
 ) -> Calibration:
     """Filters of `model`, from the queries it makes of `texts`, and the statistics that other methods score by.
 
@@ -75,6 +77,9 @@ def calibrate(
     learned: whether the score of the method learned is fitted too. It is to what the rows of each block turn out to be
     worth to the block's own queries, so blocks of 512 or more say most; (2 (D + D_v))^2 numbers per head are held for
     it, twice. Models with latent attention have none.
+
+    losses: whether what budgets cost each head is measured too, for `install(shares="calibrated")`: the model reads up
+    to 1,280 tokens once more. Texts of fewer than 384 tokens, and models with latent attention, have none.
 
     Raises ValueError when the texts have fewer than 64 tokens, or fewer than 4 different ones, when the model computes
     attention by hand or from no plain KV cache, or when its queries are not finite; RuntimeError when another rank
@@ -116,7 +121,7 @@ def calibrate(
             choice = ScoreChoice(**json.loads(all_gather_texts(json.dumps(asdict(choice)), everyone)[0]))
         filters = [None if layer is None else shared(layer) for layer in filters]
         statistics = [None if layer is None else layer.mapped(shared) for layer in statistics]
-    return Calibration(
+    made = Calibration(
         filters,
         statistics=statistics,
         model_id=model_id,
@@ -128,6 +133,7 @@ def calibrate(
         scores=choice,
         weights=weights_digest(model),
     )
+    return with_losses(made, model, sequences, shard, everyone) if losses and not caches_latents(model) else made
 
 
 def collect_query_activations(

@@ -26,6 +26,7 @@ class LayerStatistics:
     score_age: mx.array | None = None  # [H]
     score_correlation: mx.array | None = None  # [H] of score and target on blocks held out
     query_centres: mx.array | None = None  # [H, G, 3, dims/2] of each query head before RoPE; None: RoPE is not known
+    row_losses: mx.array | None = None  # [H, M, S] on the axes of the calibration's `losses`; None: not measured
 
     def __post_init__(self) -> None:
         for name, array in self.arrays().items():
@@ -43,6 +44,11 @@ class LayerStatistics:
         ):
             raise ValueError(
                 f"query_centres must be [{heads},G,3,dims/2], got shape {tuple(self.query_centres.shape)}; calibrate "
+                "again"
+            )
+        if self.row_losses is not None and (self.row_losses.ndim != 3 or len(self.row_losses) != heads):
+            raise ValueError(
+                f"row_losses must be [{heads},methods,shares], got shape {tuple(self.row_losses.shape)}; calibrate "
                 "again"
             )
         moments = [array for array in (self.term_means, self.term_deviations) if array is not None]

@@ -47,6 +47,12 @@ def describe(calibration: "Calibration") -> str:
         )
     if calibration.scores is not None:
         lines += _fit_lines(calibration, calibration.scores)
+    if calibration.losses is not None:
+        table = calibration.losses
+        lines.append(
+            f"  losses       of {', '.join(table.methods)} at {len(table.shares)} shares of {table.n_context:,} rows, "
+            "for budgets of the layers"
+        )
     if without:
         lines.append(f"  no filter    layers {', '.join(without)}: no plain full-attention cache there")
     return "\n".join(lines)

@@ -32,10 +32,14 @@ class Contender:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings of the method, defaults too; none for the full cache."""
+        """All settings of the first layer's method, defaults too, with the budgets of all where they differ; none for
+        the full cache."""
         if not isinstance(self.make, InstalledCaches):
             return {}
-        return dict(next(iter(self.make.methods.values())).settings)
+        methods = list(self.make.methods.values())
+        budgets = [method.settings.get("budget") for method in methods]
+        own = {"budgets": budgets} if len(set(budgets)) > 1 else {}
+        return {**methods[0].settings, **own}
 
     @functools.cached_property
     def calibrated(self) -> str:

@@ -61,26 +61,28 @@ def run_task(
 
 
 def check_equal_rows(arms: Sequence[Arm], prompt_caches: Sequence[Sequence[Any]]) -> None:
-    """ValueError unless all arms have seen as many tokens, and those of one budget keep as many rows in each layer.
+    """ValueError unless all arms have seen as many tokens, and those of one budget keep as many rows in all layers
+    together: the budget in the mean over the bounded ones, or all that were seen.
 
     An arm that keeps more than the others would be compared on its memory, not on its choice.
     """
-    found: dict[tuple[int | None, int], tuple[str, int, int]] = {}
+    found: dict[int | None, tuple[str, int, int]] = {}
     for arm, prompt_cache in zip(arms, prompt_caches, strict=True):
         bounded = [cache for cache in flat_caches(prompt_cache) if isinstance(cache, EvictingKVCache)]
-        for layer, cache in enumerate(bounded):
-            seen, kept = cache.tokens_seen, cache.tokens_kept
-            if arm.budget is not None and kept != min(arm.budget, seen):
-                raise ValueError(
-                    f"{arm.label} keeps {kept} of {seen} rows in bounded layer {layer} at budget {arm.budget}: "
-                    "its numbers would not be those of its budget"
-                )
-            label, others_kept, others_seen = found.setdefault((arm.budget, layer), (arm.label, kept, seen))
-            if (kept, seen) != (others_kept, others_seen):
-                raise ValueError(
-                    f"{arm.label} keeps {kept} of {seen} rows in bounded layer {layer}, {label} {others_kept} of "
-                    f"{others_seen} at the same budget: compare them at equal rows only"
-                )
+        if not bounded:
+            continue
+        seen, kept = sum(cache.tokens_seen for cache in bounded), sum(cache.tokens_kept for cache in bounded)
+        if arm.budget is not None and kept != min(arm.budget * len(bounded), seen):
+            raise ValueError(
+                f"{arm.label} keeps {kept} of {seen} rows in {len(bounded)} bounded layers at budget {arm.budget}: its "
+                "numbers would not be those of its budget"
+            )
+        label, others_kept, others_seen = found.setdefault(arm.budget, (arm.label, kept, seen))
+        if (kept, seen) != (others_kept, others_seen):
+            raise ValueError(
+                f"{arm.label} keeps {kept} of {seen} rows in {len(bounded)} bounded layers, {label} {others_kept} of "
+                f"{others_seen} at the same budget: compare them at equal rows only"
+            )
 
 
 def evidence_kept(prompt_cache: Sequence[Any], evidence: Sequence[tuple[int, int]]) -> float:

@@ -6,11 +6,15 @@ from itertools import combinations
 import mlx.nn as nn
 import numpy as np
 
-from velox_cache.installation.layer_changes import layer_similarities
+from velox_cache.calibration.artifact import Calibration
+from velox_cache.installation.least_loss import least_loss
+from velox_cache.introspection.layer_changes import layer_similarities
 from velox_cache.introspection.plan import plan_layers
 from velox_cache.introspection.shard import model_shard
+from velox_cache.recommended import RECOMMENDED_METHOD
 from velox_fn.engine import checks
 
+_LEAST_SHARE, _MOST_SHARE = 1 / 16, 1 / 4  # between which half of it and the double were measured
 _TOKENS = 1024  # that `squeeze_budgets` reads at most
 _GROUPS = 3
 
@@ -93,6 +97,51 @@ def squeeze_budgets(model: nn.Module, tokens: Sequence[int], budget: int, *, sha
     return _listed(model, bounded, np.where(least, share * budget, more), budget)
 
 
+def calibrated_budgets(calibration: Calibration, budget: int, *, method: str = RECOMMENDED_METHOD) -> list[int]:
+    """Budgets that make the sum of the losses smallest that the calibration has measured of the method's scores.
+
+    A layer's loss at a number of rows is the error of its attention's output, in units of what it is added to
+    (`calibration.row_losses`); a budget counts as its share of the context of that measurement, at least 1/16 and at
+    most 1/4. Each layer has half of `budget` at least, and at most half of such a context. Where the context is longer
+    than the one measured, more rows would be needed for the same loss in every layer, and the proportions stay.
+
+    Args:
+        calibration: of the whole model, with losses.
+        budget: rows per layer on average.
+        method: whose rows leave, by its name.
+
+    Returns:
+        One number per entry of the prompt cache. Those of bounded layers sum to their number times `budget`.
+
+    Raises:
+        ValueError: a number cannot work, or the calibration has no losses of this method.
+    """
+    budget = checks.whole_number("budget", budget, 1)
+    table = calibration.losses
+    if table is None:
+        raise ValueError(
+            "the calibration holds no losses, from which the layers' budgets could follow: it was made by an older "
+            "velox-kv, on fewer than 384 tokens, or for a model whose attention cannot be followed; calibrate again "
+            "with `velox calibrate`"
+        )
+    if method not in table.methods:
+        raise ValueError(
+            f"the calibration holds losses of {', '.join(table.methods)}, and not of {method}, whose scores are not "
+            "known before a text is; take one of them, or budgets by another rule, such as pyramid_budgets"
+        )
+    of_layers = {
+        layer: np.array(statistics.row_losses, np.float64)[:, table.methods.index(method)].sum(0)
+        for layer, statistics in enumerate(calibration.statistics)
+        if statistics is not None and statistics.row_losses is not None
+    }
+    share = min(max(budget / table.n_context, _LEAST_SHARE), _MOST_SHARE)
+    wanted = least_loss(np.array(table.shares), np.stack(list(of_layers.values())), share) / share * budget
+    found = [budget] * len(calibration.filters)
+    for layer, rows in zip(of_layers, _rounded(wanted, budget), strict=True):
+        found[layer] = rows
+    return found
+
+
 def grouped(numbers: Sequence[float]) -> np.ndarray:
     """Which of three groups each number is in, int [n], from the smallest numbers to the largest; all 0 for three or
     fewer numbers."""
@@ -121,9 +170,13 @@ def _bounded(model: nn.Module) -> list[int]:
 
 
 def _listed(model: nn.Module, bounded: Sequence[int], wanted: np.ndarray, budget: int) -> list[int]:
-    """Whole numbers of the same total: what rounding down leaves goes to the layers with the largest fractions."""
-    rounded = np.floor(wanted + 1e-9).astype(int)
-    left = len(bounded) * budget - int(rounded.sum())
-    rounded[np.argsort(rounded - wanted, kind="stable")[:left]] += 1
-    of_layer = dict(zip(bounded, rounded.tolist(), strict=True))
+    of_layer = dict(zip(bounded, _rounded(wanted, budget), strict=True))
     return [of_layer.get(entry.layer, budget) for entry in plan_layers(model)]
+
+
+def _rounded(wanted: np.ndarray, budget: int) -> list[int]:
+    """Whole numbers, `budget` in the mean: what rounding down leaves goes to those with the largest fractions."""
+    rounded = np.floor(wanted + 1e-9).astype(int)
+    left = len(rounded) * budget - int(rounded.sum())
+    rounded[np.argsort(rounded - wanted, kind="stable")[:left]] += 1
+    return [int(rows) for rows in rounded]

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from velox_cache.calibration.artifact import Calibration, load_calibration
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.made_once import check_weights, found_calibration, made_calibration
-from velox_cache.installation.layer_arguments import calibrated_params
+from velox_cache.calibration.method_arrays import calibrated_params
 from velox_cache.introspection.plan import check_one_attention_a_layer
 from velox_fn.method import Method
 
@@ -43,10 +43,12 @@ def calibration_of(
     tokenizer: Tokenizer | None,
     model: nn.Module,
     layer: int,
+    *,
+    losses: bool = False,
 ) -> Calibration | None:
     """The whole model's calibration for a method with these settings; None for one that works without.
 
-    layer: one that is bounded, of this process's part.
+    layer: one that is bounded, of this process's part. losses: whether it must hold those of budgets.
 
     Raises ValueError when what is given is no calibration, or one of other weights, and when a method needs one, none
     is found, and there is no tokenizer to make it with, or none can be made of this model.
@@ -59,7 +61,7 @@ def calibration_of(
         return None
     check_one_attention_a_layer(model)
     found = found_calibration(model)
-    if found is not None and _serves(found, method, settings, layer):
+    if found is not None and _serves(found, method, settings, layer) and not (losses and found.losses is None):
         return found
     if tokenizer is None:
         raise ValueError(

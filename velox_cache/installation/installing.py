@@ -90,9 +90,10 @@ def install(
     budget, calibration or settings here.
     budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
     layer its own (`layer_budgets`).
-    shares: a rule by which the layers share one budget, so that it holds on average: "pyramid" (fewer rows with depth,
-    `pyramid_budgets`) or "squeeze" (fewer where a layer changes little, `squeeze_budgets`, on text that comes with
-    Python). A `recent` that is given is that of a layer with `budget` rows; others have theirs in proportion.
+    shares: a rule by which the layers share one budget, so that it holds on average: "calibrated" (the least loss, as
+    the calibration measured it, `calibrated_budgets`), "pyramid" (fewer rows with depth, `pyramid_budgets`) or
+    "squeeze" (fewer where a layer changes little, `squeeze_budgets`, on text that comes with Python). A `recent` that
+    is given is that of a layer with `budget` rows; others have theirs in proportion.
     settings: the other arguments of the method's factory, such as n_sink, recent. `recent` defaults to three quarters
     of the budget here: of the shares tried, it follows the full cache's next-token distribution best
     (docs/evaluation.md); without recent rows prediction loses the tokens it needs most. Where a search has found
@@ -152,11 +153,13 @@ def install(
         left_out = why_left_out(chosen, **terms) if terms else None
         check_values_read(chosen, settings, model)
         one_layer = next(entry.layer for entry in plan if entry.bounded)
-        used = calibration_of(chosen, settings, given, calibrate, tokenizer, model, one_layer)
+        used = calibration_of(
+            chosen, settings, given, calibrate, tokenizer, model, one_layer, losses=shares == "calibrated"
+        )
         average = None
         if shares is not None:
             average = chosen.settings["budget"] if budget is None else checks.plain(budget)
-            budget = shared_out(shares, model, chosen, settings, average, tokenizer)
+            budget = shared_out(shares, model, chosen, settings, average, used, tokenizer)
         methods = by_layer(chosen, settings, budget, used, model, plan, shard, average=average)
     any_method = next(iter(methods.values()))
     at_intervals = any_method.settings.get("interval", 1) > 1

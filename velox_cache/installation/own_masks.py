@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from velox_cache.installation.own_calls import call_as_given, call_by, is_called_by
+from velox_cache.introspection.own_calls import call_as_given, call_by, is_called_by
 from velox_cache.introspection.query_tap import flat_caches
 
 _GIVEN = "call_with_mask_given"

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
-from velox_cache.installation.own_calls import call_as_given, call_by
+from velox_cache.introspection.own_calls import call_as_given, call_by
 from velox_cache.introspection.query_tap import flat_caches
 
 _WHOLE = "whole_call"

@@ -1,16 +1,18 @@
 """`shares=` of `install`: one budget handed out to the layers by a rule that is named."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.nn as nn
 
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.texts import calibration_texts
-from velox_cache.installation.budget_makers import pyramid_budgets, squeeze_budgets
+from velox_cache.installation.budget_makers import calibrated_budgets, pyramid_budgets, squeeze_budgets
 from velox_fn.engine import checks
 from velox_fn.method import Method
 
+RULES = ("calibrated", "pyramid", "squeeze")
 _PYRAMID_WINDOW = 8  # rows of every layer, in the paper; more where the method itself protects more
 
 
@@ -28,37 +30,32 @@ def check_shares(shares: object, budget: object) -> None:
 
 
 def shared_out(
-    shares: str, model: nn.Module, method: Method, settings: Mapping[str, Any], budget: int, tokenizer: Tokenizer | None
+    shares: str,
+    model: nn.Module,
+    method: Method,
+    settings: Mapping[str, Any],
+    budget: int,
+    calibration: Calibration | None,
+    tokenizer: Tokenizer | None,
 ) -> list[int]:
     """One budget per entry of the prompt cache, `budget` on average over the bounded layers.
 
     Raises ValueError where the rule needs something that is not there, and as its function of `budget_makers` does.
     """
-    return RULES[shares](model, method, settings, budget, tokenizer)
-
-
-def _by_pyramid(
-    model: nn.Module, method: Method, settings: Mapping[str, Any], budget: int, tokenizer: Tokenizer | None
-) -> list[int]:
-    del tokenizer
-    asked = {**method.settings, **method.own_names(settings)}
-    protected = sum(asked.get(name, 0) for name in ("n_sink", method.window) if name is not None)
-    return pyramid_budgets(model, budget, window=max(_PYRAMID_WINDOW, protected + 1))
-
-
-def _by_squeeze(
-    model: nn.Module, method: Method, settings: Mapping[str, Any], budget: int, tokenizer: Tokenizer | None
-) -> list[int]:
-    del method, settings
-    if tokenizer is None:
+    if shares == "pyramid":
+        asked = {**method.settings, **method.own_names(settings)}
+        protected = sum(asked.get(name, 0) for name in ("n_sink", method.window) if name is not None)
+        return pyramid_budgets(model, budget, window=max(_PYRAMID_WINDOW, protected + 1))
+    if shares == "squeeze":
+        if tokenizer is None:
+            raise ValueError(
+                'shares="squeeze" reads a text, to see how much each layer changes it: give tokenizer=tokenizer, as '
+                "mlx_lm.load returns it with the model, or make the list from tokens of your own with squeeze_budgets"
+            )
+        return squeeze_budgets(model, list(tokenizer.encode(calibration_texts()[0])), budget)
+    if calibration is None:
         raise ValueError(
-            'shares="squeeze" reads a text, to see how much each layer changes it: give tokenizer=tokenizer, as '
-            "mlx_lm.load returns it with the model, or make the list from tokens of your own with squeeze_budgets"
+            f'shares="calibrated" takes the losses of a calibration, and {method.label} uses none; take a method that '
+            'does, such as fusion or learned, or shares="pyramid"'
         )
-    return squeeze_budgets(model, list(tokenizer.encode(calibration_texts()[0])), budget)
-
-
-RULES: Mapping[str, Callable[[nn.Module, Method, Mapping[str, Any], int, Tokenizer | None], list[int]]] = {
-    "pyramid": _by_pyramid,
-    "squeeze": _by_squeeze,
-}
+    return calibrated_budgets(calibration, budget, method=method.label)

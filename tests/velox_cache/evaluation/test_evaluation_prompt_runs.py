@@ -68,6 +68,14 @@ def test_equal_budgets_pass(tiny_model):
     check_equal_rows(arms, [filled(model, arm) for arm in arms])
 
 
+def test_layers_may_share_a_budget(tiny_model):
+    model = tiny_model()
+    arms = [Arm("alike", "l2norm", {"budget": 24}), Arm("pyramid", "l2norm", {"budget": 24, "shares": "pyramid"})]
+    caches = [filled(model, arm) for arm in arms]
+    assert len({cache.tokens_kept for cache in caches[1]}) == 2
+    check_equal_rows(arms, caches)
+
+
 def test_an_arm_that_keeps_more_than_its_budget_is_refused(tiny_model):
     model = tiny_model()
     greedy, honest = Arm("greedy", "streaming_llm", {"budget": 32}), Arm("honest", "streaming_llm", {"budget": 24})

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import velox_cache as vc
 from velox_cache.installation.budget_makers import grouped
-from velox_cache.installation.layer_changes import layer_similarities
+from velox_cache.introspection.layer_changes import layer_similarities
 
 TOKENS = [(11 * i) % 97 for i in range(60)]
 

@@ -1,0 +1,184 @@
+"""What budgets cost each head: against numpy, in files, and as budgets of layers."""
+
+import dataclasses
+from collections.abc import Callable
+from itertools import product
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import velox_cache as vc
+from velox_cache.calibration import row_losses
+from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.calibrating import Tokenizer
+from velox_cache.calibration.loss_table import LossTable
+from velox_cache.installation.least_loss import least_loss
+from velox_cache.introspection.layer_changes import attention_sizes
+from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill, viewed_caches
+from velox_cache.introspection.shard import WHOLE
+from velox_fn import kept_positions
+
+TEXT = "The cache holds what attention will read again, and nothing that it will not; so a page is long. " * 5
+
+
+@pytest.fixture
+def calibrated(tiny_model: Callable[..., nn.Module], tokenizer: Tokenizer) -> Calibration:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_losses, "N_LATER", 48)
+        return vc.calibrate(tiny_model(num_hidden_layers=3), tokenizer, [TEXT], progress=False)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_errors_are_those_of_attention_over_the_kept_rows(sinks: bool) -> None:
+    rng = np.random.default_rng(0)
+    n_later, n_rows = 6, 20
+    queries, keys, values = (rng.standard_normal((1, h, n, 8)) for h, n in ((4, n_later), (2, n_rows), (2, n_rows)))
+    kept = rng.random((3, 2, n_rows - n_later)) < 0.5
+    beside = rng.standard_normal(4)
+    call = LayerQueries(0, *(mx.array(x.astype(np.float32)) for x in (queries, keys, values)), 0.4)
+    if sinks:
+        call = dataclasses.replace(call, terms={"sinks": mx.array(beside.astype(np.float32))})
+    errors, squares = row_losses._errors(call, mx.array(kept))
+
+    def output(head: int, query: int, shown: np.ndarray) -> np.ndarray:
+        rows = np.flatnonzero(shown[: n_rows - n_later + query + 1])
+        weights = np.exp(0.4 * keys[0, head // 2, rows] @ queries[0, head, query])
+        total = weights.sum() + (np.exp(beside[head]) if sinks else 0)
+        return weights @ values[0, head // 2, rows] / total
+
+    every = np.ones(n_rows, bool)
+    wanted, sizes = np.zeros((2, 3)), np.zeros(2)
+    for head, query in product(range(4), range(0, n_later, 2)):
+        full = output(head, query, every)
+        sizes[head // 2] += (full**2).sum()
+        for i in range(3):
+            part = output(head, query, np.concatenate([kept[i, head // 2], np.ones(n_later, bool)]))
+            wanted[head // 2, i] += ((part - full) ** 2).sum()
+    np.testing.assert_allclose(np.array(errors), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.array(squares), sizes, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_sizes_are_those_of_what_attention_adds(tiny_model: Callable[..., nn.Module], family: str) -> None:
+    model = tiny_model(family, num_hidden_layers=2)
+    caches, tokens = viewed_caches(model), mx.array([[3, 5, 7, 9, 11, 13]])
+    with attention_sizes(model, caches) as sizes:
+        model(tokens, cache=caches)
+    first = model.layers[0]
+    before = model.model.embed_tokens(tokens)
+    if family == "gemma3_text":  # norms what attention gives before it adds it
+        before = before * mx.array(model.args.hidden_size**0.5)
+        added = first.post_attention_layernorm(first.self_attn(first.input_layernorm(before), "causal", None))
+    else:
+        added = first.self_attn(first.input_layernorm(before), "causal", None)
+    wanted = [float(np.square(np.array(x, np.float64)).mean()) for x in (added, before)]
+    np.testing.assert_allclose(np.array(sizes[0]), wanted, rtol=1e-3)
+
+
+def test_losses_lie_in_the_file(calibrated: Calibration, tmp_path: object) -> None:
+    table = calibrated.losses
+    assert table is not None
+    assert table.methods == row_losses.METHODS
+    losses = np.stack([np.array(layer.row_losses) for layer in calibrated.statistics if layer is not None])
+    assert losses.shape[2:] == (len(table.methods), len(table.shares))
+    assert (losses > 0).all()
+    vc.save_calibration(calibrated, f"{tmp_path}/made.npz")
+    again = vc.load_calibration(f"{tmp_path}/made.npz")
+    assert again.losses == table
+    assert mx.array_equal(again.statistics[1].row_losses, calibrated.statistics[1].row_losses).item()
+
+
+def test_rows_that_count_as_kept_are_those_that_an_installed_cache_keeps(
+    tiny_model: Callable[..., nn.Module], tokenizer: Tokenizer, calibrated: Calibration
+) -> None:
+    model, tokens = tiny_model(num_hidden_layers=3), tokenizer.encode(TEXT)[:400]
+    [block] = observed_prefill(model, tokens, len(tokens))
+    kept = [np.array(row_losses._kept(call, len(tokens), calibrated, ("learned",), WHOLE)) for call in block]
+    for number, share in enumerate(row_losses.SHARES):
+        vc.install(model, "learned", budget=int(share * len(tokens)), calibration=calibrated)
+        caches = make_prompt_cache(model)
+        mx.eval(model(mx.array([tokens]), cache=caches))
+        for layer, cache in enumerate(caches):
+            at = np.array(kept_positions(cache.record))[0]
+            assert [set(np.flatnonzero(head)) for head in kept[layer][number]] == [set(head) for head in at]
+
+
+def test_a_context_that_is_kept_whole_costs_nothing(
+    tiny_model: Callable[..., nn.Module], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_losses, "SHARES", (0.25, 1.0))
+    monkeypatch.setattr("velox_cache.calibration.losses_together.SHARES", (0.25, 1.0))
+    monkeypatch.setattr(row_losses, "N_LATER", 48)
+    made = vc.calibrate(tiny_model(num_hidden_layers=1), tokenizer, [TEXT], progress=False)
+    [layer] = made.statistics
+    losses = np.array(layer.row_losses)
+    assert losses[..., 0].min() > 1e-5
+    assert losses[..., 1].max() < 1e-9
+
+
+def test_a_short_text_and_one_who_says_no_have_none(
+    tiny_model: Callable[..., nn.Module], tokenizer: Tokenizer, tmp_path: object
+) -> None:
+    short = vc.calibrate(tiny_model(), tokenizer, [TEXT[:200]], progress=False)
+    assert short.losses is None
+    assert vc.calibrate(tiny_model(), tokenizer, [TEXT], progress=False, losses=False).losses is None
+    vc.save_calibration(short, f"{tmp_path}/short.npz")
+    assert vc.load_calibration(f"{tmp_path}/short.npz").losses is None
+    with pytest.raises(ValueError, match="holds no losses"):
+        vc.calibrated_budgets(short, 64)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_other_shares_of_the_total_lose_less(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shares = np.array([1.0, 2, 3, 4, 6])
+    losses = np.sort(rng.random((4, 5)) ** 3, axis=1)[:, ::-1]
+    losses[0] = [5, 4.9, 1, 0.9, 0.8]  # not convex
+    found = least_loss(shares, losses, 2.0)
+    assert found.mean() == pytest.approx(2)
+    assert found.min() >= 1 - 1e-9
+
+    def hull(curve: np.ndarray, at: float) -> float:
+        """The lowest chord over `at`."""
+        return min(
+            curve[i] if i == j else curve[i] + (curve[j] - curve[i]) * (at - shares[i]) / (shares[j] - shares[i])
+            for i, j in product(range(5), repeat=2)
+            if (i == j and shares[i] == at) or (shares[i] < shares[j] and shares[i] <= at <= shares[j])
+        )
+
+    total = sum(hull(curve, at) for curve, at in zip(losses, found, strict=True))
+    steps = np.arange(1, 6.1, 0.25)
+    others = [at for at in product(steps, repeat=3) if 1 <= 8 - sum(at) <= 6]
+    curves = {(one, at): hull(losses[one], at) for one in range(4) for at in steps}
+    least = min(sum(curves[one, at] for one, at in enumerate((*at, 8 - sum(at)))) for at in others)
+    assert total <= least + 1e-9
+
+
+def test_budgets_are_of_the_asked_total(calibrated: Calibration) -> None:
+    rng = np.random.default_rng(0)
+    table = LossTable(("fusion",), (0.03125, 0.0625, 0.125, 0.25, 0.5), 1024)
+    curves = np.sort(rng.random((3, 2, 1, 5)), axis=-1)[..., ::-1].astype(np.float32)
+    statistics = [
+        dataclasses.replace(layer, row_losses=mx.array(curve))
+        for layer, curve in zip(calibrated.statistics, curves, strict=True)
+    ]
+    made = dataclasses.replace(calibrated, statistics=statistics, losses=table)
+    for budget in (20, 64, 100, 129, 2000):
+        budgets = vc.calibrated_budgets(made, budget)
+        assert sum(budgets) == 3 * budget
+        assert min(budgets) >= budget // 2
+    with pytest.raises(ValueError, match="losses of fusion, and not of keydiff"):
+        vc.calibrated_budgets(made, 64, method="keydiff")
+
+
+def test_install_takes_calibrated_shares(tiny_model: Callable[..., nn.Module], calibrated: Calibration) -> None:
+    model = tiny_model(num_hidden_layers=3)
+    report = vc.install(model, "learned", budget=40, shares="calibrated", calibration=calibrated)
+    wanted = vc.calibrated_budgets(calibrated, 40, method="learned")
+    assert len(set(wanted)) > 1
+    assert report.settings["budget"] == wanted
+    with pytest.raises(ValueError, match="uses none"):
+        vc.install(model, "l2norm", budget=40, shares="calibrated")
