@@ -150,3 +150,11 @@ def test_keys_alone_may_be_quantised() -> None:
     method = at_intervals(quantised(merging(h2o(budget=64)), key_bits=8, group_size=32), 8)
     state = fed(method, block(90, layer=Layer(head_dim=32, value_dim=32)), [8] * 11 + [2])
     assert kept_positions(state).shape[2] == 66
+
+
+def test_rows_may_leave_in_chunks() -> None:
+    tokens, make = block(33, seed=5), BUILT_IN["h2o"].make
+    settings: dict[str, Any] = {"budget": 12, "n_sink": 2, "grace": 3, "interval": 8, "chunk": 4}
+    plain, merged = (fed(make(**settings, merge=m), tokens, [8, 8, 8, 8, 1], proxy=False) for m in (0, 4))
+    assert np.array_equal(positions(plain), positions(merged))
+    assert not np.array_equal(bits(kv(plain)[1]), bits(kv(merged)[1]))
