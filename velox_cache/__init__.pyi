@@ -1,6 +1,7 @@
 """The public names of velox_cache: what type checkers read, and what `__init__.py` imports on first use."""
 
-from .caches.evicting import EvictingKVCache, MissingQueriesError
+from .caches.evicting import EvictingKVCache
+from .caches.held import MissingQueriesError
 from .caches.prompt_file import load_prompt_cache, register_with_mlx_lm, save_prompt_cache
 from .caches.protocol import KVCache
 from .calibration import average_gqa_filters, compute_qfilters
@@ -13,6 +14,7 @@ from .compat.curdkv_cache import CurDKVKVCache
 from .compat.qfilters_cache import QFiltersKVCache
 from .generation import Generation, generate
 from .harness.summary import CacheSummary, LayerSummary, summary
+from .installation.budget_makers import pyramid_budgets, squeeze_budgets
 from .installation.installing import InstallReport, install, uninstall
 from .introspection.plan import LayerPlan, plan_layers
 from .introspection.query_tap import observe_queries
@@ -48,12 +50,14 @@ __all__ = [
     "load_qfilters",
     "observe_queries",
     "plan_layers",
+    "pyramid_budgets",
     "register_with_mlx_lm",
     "save_calibration",
     "save_prompt_cache",
     "save_qfilters",
     "search_weights",
     "sign_agreement",
+    "squeeze_budgets",
     "summary",
     "uninstall",
 ]

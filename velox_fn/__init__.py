@@ -38,6 +38,7 @@ from velox_fn.methods.l2norm import l2norm
 from velox_fn.methods.lagkv import lagkv
 from velox_fn.methods.learned import learned
 from velox_fn.methods.morphkv import morphkv
+from velox_fn.methods.nestedkv import nestedkv
 from velox_fn.methods.qfilters import QFiltersState, qfilters, qfilters_init, qfilters_update
 from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
@@ -97,6 +98,7 @@ __all__ = [
     "learned",
     "leverage_scores",
     "morphkv",
+    "nestedkv",
     "observe_rows",
     "pinned_state",
     "pinning",

@@ -24,6 +24,7 @@ from velox_fn.methods.l2norm import l2norm
 from velox_fn.methods.lagkv import lagkv
 from velox_fn.methods.learned import LEARNED, RECENT_SHARE, learned
 from velox_fn.methods.morphkv import morphkv
+from velox_fn.methods.nestedkv import nestedkv
 from velox_fn.methods.qfilters import qfilters
 from velox_fn.methods.random_eviction import random_eviction
 from velox_fn.methods.snapkv import snapkv
@@ -59,6 +60,7 @@ _ENTRIES = (
     Method(name="morphkv", factory=morphkv, window="obs_window"),
     Method(name="cur", factory=cur, recent=True, reads_values=True),
     Method(name="lagkv", factory=lagkv, reads_values=True),
+    Method(name="nestedkv", factory=nestedkv, recent=True),
     Method(name="l2norm", factory=l2norm, recent=True, rollback=True),
     Method(name="keydiff", factory=keydiff, calibrated=("mean_keys",), recent=True, rollback=True),
     Method(

@@ -179,6 +179,20 @@ def test_server_says_at_the_start_what_kv_bits_do(folder: Path, tmp_path: Path) 
         )
 
 
+def test_layers_with_budgets_of_their_own_are_served_together(folder: Path, tmp_path: Path) -> None:
+    model, tokenizer = mlx_lm.load(str(folder))
+    budgets = vc.pyramid_budgets(model, BUDGET)
+    vc.install(model, "l2norm", budget=budgets)
+    prompts = [words(length, 40 + length) for length in (60, 9, 100)]
+    options = ["--method", "l2norm", "--budget", str(BUDGET), "--layer-shares", "pyramid"]
+    with running(folder, tmp_path / "log.txt", *options) as started:
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(started.text, prompts)) == [continued(model, tokenizer, prompt) for prompt in prompts]
+        log = started.log.read_text()
+    assert f"budget={budgets}" in log
+    assert "failed" not in log
+
+
 def test_quantised_rows_are_served(tmp_path: Path) -> None:
     wide = write_tiny_folder(tmp_path, head_dim=32)
     options = ["--method", "l2norm", "--budget", str(BUDGET), "--key-bits", "8", "--value-bits", "4"]
@@ -536,6 +550,9 @@ def test_install_is_given_the_tokenizer_where_it_takes_one(folder: Path) -> None
     def with_one(model: Any, tokenizer: Any) -> None:
         given.append((model, tokenizer))
 
+    of_layers = EvictingModelProvider(asked, partial(vc.install, method="l2norm", budget=[40, 16]))
+    of_layers.load_default()
+    assert of_layers.is_batchable
     for install in (with_one, lambda model: given.append((model, None))):
         provider = EvictingModelProvider(asked, install)
         provider.load_default()

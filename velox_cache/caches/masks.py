@@ -1,10 +1,27 @@
-"""Attention masks for batches whose sequences hold different numbers of tokens."""
+"""Attention masks over kept rows, also of batches whose sequences hold different numbers of tokens."""
 
 import mlx.core as mx
 
+from velox_cache.caches.padding import padding_first
+from velox_cache.caches.sequences import Sequences
 from velox_fn.engine.select import competing_ranks, rank_positions, victim
 from velox_fn.engine.slots import opened, used_columns
 from velox_fn.engine.store import Store, overwrites, seen_rows
+
+
+def mask_of_next(rows: Sequences, n_tokens: int, *, as_array: bool) -> mx.array | str | None:
+    """The mask for the next tokens over `rows`, which are as the first of them finds them.
+
+    None where all may see all, "causal", or a bool array: [B,1,N,n+N] where sequences differ or are padded, and
+    [N,n+N] where `as_array` asks for one. Ranks are needed where sequences differ.
+    """
+    real = rows.real_tokens(n_tokens)
+    if rows.ragged or min(real) < n_tokens:
+        mask = ragged_mask(None if rows.record is None else rows.store, n_tokens, real)
+        return padding_first(mask, rows.padding_first(n_tokens))
+    if n_tokens == 1:
+        return None
+    return causal_array(rows.kept, n_tokens) if as_array else "causal"
 
 
 def ragged_mask(store: Store | None, n_tokens: int, real: tuple[int, ...]) -> mx.array:

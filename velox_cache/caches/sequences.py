@@ -11,6 +11,7 @@ from velox_fn.engine import batch, checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.half import as_dtype
 from velox_fn.engine.pinned import pinned_by_sequence
+from velox_fn.engine.records import replaced
 from velox_fn.engine.store import Ranges, Store
 
 
@@ -90,6 +91,14 @@ class Sequences:
             checks.countable(offset, count)
         return real
 
+    def counts(self, name: str, given: Sequence[int]) -> tuple[int, ...]:
+        """One number for each sequence; () for none. Raises ValueError, naming the argument."""
+        if given and len(given) != len(self.offsets):
+            raise ValueError(
+                f"{name} has {len(given)} entries for a batch of {len(self.offsets)} sequences; give one for each"
+            )
+        return tuple(checks.whole_number(f"{name}[{i}]", count, 0) for i, count in enumerate(given))
+
     def advanced(self, record: Any, real: Sequence[int], n_tokens: int) -> "Sequences":
         """After an update that took in a block of `n_tokens`, `real` of them for each sequence."""
         offsets = tuple(offset + count for offset, count in zip(self.offsets, real, strict=True))
@@ -97,7 +106,8 @@ class Sequences:
         if lengths is not None:
             lengths = tuple(left - count for left, count in zip(lengths, real, strict=True))
         padding = tuple(max(left - n_tokens, 0) for left in self.padding)
-        after = replace(self, record=record, offsets=offsets, lengths=lengths, padding=padding if any(padding) else ())
+        padding = padding if any(padding) else ()
+        after = replaced(self, record=record, offsets=offsets, lengths=lengths, padding=padding)
         return after if lengths is None and not self.padding else _known_offsets(after)
 
     def with_store(self, store: Store) -> "Sequences":

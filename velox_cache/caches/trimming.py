@@ -43,11 +43,13 @@ class Past:
 
     def before(self, held: Sequences) -> "Past":
         """With `held` kept as a snapshot, where it stands at a boundary."""
-        return replace(self, snapshots=self.snapshots.before(held))
+        snapshots = self.snapshots.before(held)
+        return self if snapshots is self.snapshots else replace(self, snapshots=snapshots)
 
     def advanced(self, real: Sequence[int]) -> "Past":
         """After a call that took in `real` tokens per sequence."""
-        return replace(self, can_take_back=min(self.can_take_back + min(real), rollback_of(self.method)))
+        left = min(self.can_take_back + min(real), rollback_of(self.method))
+        return self if left == self.can_take_back else replace(self, can_take_back=left)
 
     def can_trim(self, held: Sequences) -> bool:
         """Whether a trim is exact."""

@@ -4,6 +4,7 @@ A factory of velox_fn keeps no recent rows unless told to, as in the papers, and
 """
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from velox_cache.calibration.artifact import Calibration
@@ -27,7 +28,7 @@ def recent_share(method: Method, settings: Mapping[str, Any], calibration: Calib
     return calibration.fusion.recent_share if is_searched else RECENT_SHARE
 
 
-def with_default_recent(method: Method, settings: Mapping[str, Any], share: float) -> Mapping[str, Any]:
+def with_default_recent(method: Method, settings: Mapping[str, Any], share: float | Fraction) -> Mapping[str, Any]:
     """`settings` with `recent` where the method has it and they do not: a share of the budget that is not
     pinned, all but the sinks.
     """

@@ -27,7 +27,7 @@ METHOD_EXAMPLES = """settings:
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """--method, --budget, --recent, --n-sink, --pinned, the widths of stored rows, --set, --calibration, --queries."""
+    """The options of a method and its settings, of how layers share the rows, of the calibration and of its queries."""
     group = parser.add_argument_group("cache")
     group.add_argument(
         "--method",
@@ -37,6 +37,12 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--budget", type=_budget, metavar="N", help="most rows kept per head, all included (default: 512)"
+    )
+    group.add_argument(
+        "--layer-shares",
+        metavar="RULE",
+        help="how the layers share the rows, --budget each on average: pyramid (fewer with depth) or squeeze (fewer "
+        "where a layer changes little); default: alike",
     )
     group.add_argument(
         "--recent", type=int, metavar="R", help="latest rows that always stay (default: 3/4 of the budget)"
@@ -110,13 +116,15 @@ def check_method_arguments(arguments: argparse.Namespace, *, share: bool = False
     """ValueError for options that cannot work, before a model is loaded. share: a budget may be one of the prompt."""
     from velox_cache.calibration.default_recent import RECENT_SHARE, with_default_recent
     from velox_cache.installation.asked import check_budget, check_settings
+    from velox_cache.installation.shares import check_shares
     from velox_cache.known_methods import method_named
 
     settings = method_settings(arguments)
     if arguments.method == FULL_CACHE:
-        if settings or arguments.calibration:
+        if settings or arguments.calibration or arguments.layer_shares:
             raise ValueError(f"--method {FULL_CACHE} keeps every row: it takes no settings and no calibration")
         return
+    check_shares(arguments.layer_shares, None)
     method = method_named(arguments.method)
     if isinstance(settings.get("budget"), float):
         if not share:
@@ -182,6 +190,7 @@ def install_method(
         tokenizer=tokenizer,
         queries=arguments.queries,
         snapshots=snapshots,
+        shares=arguments.layer_shares,
         **settings,
     )
 

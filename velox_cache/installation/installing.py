@@ -23,6 +23,7 @@ from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of
 from velox_cache.installation.own_masks import look_up_masks, take_masks_as_given
 from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.installation.quantised_rows import both_widths, check_reads_quantised_rows, tap_of
+from velox_cache.installation.shares import check_shares, shared_out
 from velox_cache.installation.tapped import check_shows_queries
 from velox_cache.introspection.mlx_vlm_models import check_can_be_called_in_parts, check_takes_caches
 from velox_cache.introspection.plan import LayerPlan, plan_layers
@@ -67,6 +68,7 @@ def install(
     method: str | Method | Eviction | Callable[..., Eviction] = RECOMMENDED_METHOD,
     *,
     budget: int | Budgets | None = None,
+    shares: str | None = None,
     calibration: GivenCalibration | None = None,
     calibrate: bool | str = "auto",
     tokenizer: Tokenizer | None = None,
@@ -83,10 +85,14 @@ def install(
     `velox_fn.qfilters` or one of your own; or an Eviction, which every layer then runs as it is, so that it takes no
     budget, calibration or settings here.
     budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
-    layer its own (`layer_budgets`). settings: the other arguments of the method's factory,
-    such as n_sink, recent. `recent` defaults to three quarters of the budget here: of the shares tried, it follows the
-    full cache's next-token distribution best (docs/evaluation.md); without recent rows prediction loses the tokens it
-    needs most. Where a search has found another share for a fusion (docs/fusion.md), it defaults to that.
+    layer its own (`layer_budgets`).
+    shares: a rule by which the layers share one budget, so that it holds on average: "pyramid" (fewer rows with depth,
+    `pyramid_budgets`) or "squeeze" (fewer where a layer changes little, `squeeze_budgets`, on text that comes with
+    Python). A `recent` that is given is that of a layer with `budget` rows; others have theirs in proportion.
+    settings: the other arguments of the method's factory, such as n_sink, recent. `recent` defaults to three quarters
+    of the budget here: of the shares tried, it follows the full cache's next-token distribution best
+    (docs/evaluation.md); without recent rows prediction loses the tokens it needs most. Where a search has found
+    another share for a fusion (docs/fusion.md), it defaults to that.
 
     calibration: what `calibrate` makes or the path of its file, for the methods that take something from it; `filters`
     is another name for it. Without it, and with calibrate="auto", a method that does not work well without one takes
@@ -122,6 +128,7 @@ def install(
     and the model's attention cannot be tapped; RuntimeError when the installed mlx_lm speaks another cache protocol.
     """
     check_asked(model, budget, queries, calibrate)
+    check_shares(shares, budget)
     check_protocol()
     check_takes_caches(model)
     settings |= both_widths(bits, settings)
@@ -129,7 +136,7 @@ def install(
     plan, shard = plan_layers(model), model_shard(model, group)
     if not any(entry.bounded for entry in plan) and not shard.pipelined:
         raise ValueError(f"no layer of this model can be bounded: {'; '.join({entry.reason for entry in plan})}")
-    chosen = _chosen(method, budget=budget, calibration=given, **settings)
+    chosen = _chosen(method, budget=budget, calibration=given, shares=shares, **settings)
     if not any(entry.bounded for entry in plan):  # other ranks of the pipeline have the layers that can be
         return InstallReport(chosen.name if isinstance(chosen, Eviction) else chosen.label, settings, plan)
     if isinstance(chosen, Eviction):
@@ -137,7 +144,11 @@ def install(
     else:
         one_layer = next(entry.layer for entry in plan if entry.bounded)
         used = calibration_of(chosen, settings, given, calibrate, tokenizer, model, one_layer)
-        methods = by_layer(chosen, settings, budget, used, model, plan, shard)
+        average = None
+        if shares is not None:
+            average = budget if isinstance(budget, int) else chosen.settings["budget"]
+            budget = shared_out(shares, model, chosen, settings, average, tokenizer)
+        methods = by_layer(chosen, settings, budget, used, model, plan, shard, average=average)
     any_method = next(iter(methods.values()))
     at_intervals = any_method.settings.get("interval", 1) > 1
     if at_intervals:
@@ -192,7 +203,7 @@ def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **argument
     """The method that `install` was given. ValueError when it is none, or does not take these arguments."""
     if not isinstance(given, Eviction):
         method = as_method(given)
-        settings = {name: value for name, value in arguments.items() if name != "calibration"}
+        settings = {name: value for name, value in arguments.items() if name not in ("calibration", "shares")}
         if settings["budget"] is None or has_own_budgets(settings["budget"]):
             del settings["budget"]
         check_settings(method, with_default_recent(method, settings, RECENT_SHARE))

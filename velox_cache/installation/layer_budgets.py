@@ -32,7 +32,7 @@ class LayerBudgetKVCache(EvictingKVCache):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """As in EvictingKVCache where the mask fits any number of rows, else an `OwnMask`: an array would fit this
         layer only."""
-        if window_size is None and (self._rows.batched or (return_array and N > 1)):
+        if window_size is None and (self._held.rows.batched or (return_array and N > 1)):
             return OwnMask(N, as_array=return_array)
         return super().make_mask(N, return_array, window_size)
 

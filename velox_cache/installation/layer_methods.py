@@ -1,6 +1,7 @@
 """Each bounded layer's method, from what `install` is given."""
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, TypeGuard
 
 import mlx.nn as nn
@@ -30,13 +31,22 @@ def by_layer(
     model: nn.Module,
     plan: Sequence[LayerPlan],
     shard: ModelShard,
+    *,
+    average: int | None = None,
 ) -> dict[int, Eviction]:
-    """Each bounded layer's method, with its own budget and its own part of the calibration."""
+    """Each bounded layer's method, with its own budget and its own part of the calibration.
+
+    average: of budgets by a rule. A `recent` among the settings is then that of a layer with so many rows, and others
+    have theirs in proportion.
+    """
     own_budgets = None
     if has_own_budgets(budget):
         own_budgets = layer_budgets(plan, part_of_budgets(shard, budget, len(plan)))
     calibration = None if calibration is None else part_of_calibration(shard, calibration, len(plan))
-    share = recent_share(method, settings, calibration)
+    share: float | Fraction = recent_share(method, settings, calibration)
+    if average is not None and method.recent and "recent" in settings:
+        share = Fraction(settings["recent"], average)
+        settings = {name: value for name, value in settings.items() if name != "recent"}
     check_values_read(method, settings, model)
     methods, ropes, layouts = {}, ModelRopes(model), KeyLayouts(model)
     for layer in (entry.layer for entry in plan if entry.bounded):

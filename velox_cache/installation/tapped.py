@@ -5,7 +5,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from velox_cache.caches.evicting import EvictingKVCache, MissingQueriesError
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.caches.held import MissingQueriesError
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.introspection.probing import left_as_it_was
 from velox_cache.introspection.query_tap import flat_caches, model_type

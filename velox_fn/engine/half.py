@@ -89,7 +89,7 @@ def each(move: Callable[..., mx.array], *halves: Half) -> Half:
 
 def cut(half: Half, start: int | None, stop: int | None) -> Half:
     """The rows from `start` to `stop`."""
-    return each(lambda rows: rows[:, :, start:stop], half)
+    return half[:, :, start:stop] if isinstance(half, mx.array) else tuple(rows[:, :, start:stop] for rows in half)
 
 
 def zeroed(half: Half, where: mx.array) -> Half:
@@ -110,7 +110,8 @@ def floats(*halves: Half) -> tuple[mx.array, ...]:
 
 def float_dtype(half: Half) -> mx.Dtype:
     """The dtype that the rows came in."""
-    return floats(half)[0].dtype
+    dtype: mx.Dtype = (half[1] if isinstance(half, tuple) else half).dtype  # of the three, that of the scales
+    return dtype
 
 
 def as_dtype(half: Half, dtype: mx.Dtype) -> Half:

@@ -232,18 +232,18 @@ def _appended(store: Store, keys: mx.array, values: mx.array) -> tuple[Store, Vi
     """All sequences in lockstep: what mlx_lm's own cache does, and no more."""
     span, n_tokens = slots.span_of(store), keys.shape[2]
     filled = store.filled + n_tokens
-    used = cut(store.keys, 0, store.filled), cut(store.values, 0, store.filled)
     came = keys, values
     keys, values = store.widths.stored(keys, values)
     if filled <= store.capacity:
         keys, values = written(store.keys, keys, store.filled), written(store.values, values, store.filled)
     else:
         room = min(-(-filled // GROWTH) * GROWTH, span.settled + span.interval) - filled
-        keys, values = joined(used[0], keys, room), joined(used[1], values, room)
+        keys = joined(cut(store.keys, 0, store.filled), keys, room)
+        values = joined(cut(store.values, 0, store.filled), values, room)
     after = replaced(
         span,
-        since=tuple(since + n_tokens for since in span.since),
-        seen=tuple(seen + n_tokens for seen in span.seen),
+        since=tuple([since + n_tokens for since in span.since]),
+        seen=tuple([seen + n_tokens for seen in span.seen]),
     )
     longer = replaced(
         store,
@@ -251,12 +251,12 @@ def _appended(store: Store, keys: mx.array, values: mx.array) -> tuple[Store, Vi
         values=values,
         offset=mx.array(after.seen, mx.int32),
         filled=filled,
-        seen_by_all=after.seen[0],
+        seen_by_all=min(after.seen),  # in lockstep as to boundaries: another may have seen more
         span=after,
     )
     if n_tokens == 1 or not store.widths.packed:
         return longer, (cut(keys, 0, filled), cut(values, 0, filled))
-    before = store.widths.read(*used)
+    before = store.widths.read(cut(store.keys, 0, store.filled), cut(store.values, 0, store.filled))
     return longer, (joined(before[0], came[0], 0), joined(before[1], came[1], 0))
 
 
@@ -302,7 +302,9 @@ def _real_tokens(span: Span, n_tokens: int, valid: Valid) -> tuple[int, ...]:
 
 
 def _check_parts(span: Span, n_tokens: int, real: tuple[int, ...]) -> None:
-    """ValueError when the block crosses a boundary."""
+    """ValueError when the block crosses a boundary, as no single token does."""
+    if n_tokens == 1:
+        return
     parts = interval_parts(span.seen, real, span.interval)
     if len(parts) > 1:
         raise ValueError(

@@ -33,6 +33,8 @@ class Span:
     @property
     def due(self) -> tuple[int, ...]:
         """The sequences that have reached a boundary: rows leave them before their next token."""
+        if self.interval not in self.since:
+            return ()
         return tuple(b for b, since in enumerate(self.since) if since == self.interval)
 
     @property

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import velox_cache as vc
 from velox_cache.caches.digest import digest
-from velox_fn import METHODS, kept_positions
+from velox_fn import METHODS, at_intervals, kept_positions, static_eviction
 
 INTERVAL, BUDGET = 16, 40
 TOKENS = mx.array(np.random.default_rng(0).integers(0, 97, 150))
@@ -161,6 +161,29 @@ def test_memory_is_flat_at_budget_and_interval(tiny_model: Tiny) -> None:
             held.add(caches[0].nbytes)
     row = 2 * caches[0].record.store.keys.shape[1] * 16 * 4
     assert max(held) <= (BUDGET + INTERVAL) * (row + 2 * 8) + 64
+
+
+@pytest.mark.slow
+def test_4000_tokens_at_budget_512_neither_retrace_nor_grow(tiny_model: Tiny) -> None:
+    budget, interval, n_tokens, scored = 512, 128, 4000, []
+
+    def score(keys: mx.array, values: mx.array, positions: mx.array, params: Any) -> mx.array:
+        scored.append(keys.shape[2])  # by Python: a step that is compiled would count when it is traced
+        return (keys * keys).sum(-1).astype(mx.float32)
+
+    model = tiny_model()
+    vc.install(model, at_intervals(static_eviction("by_norm", score, budget=budget), interval))
+    caches, held, used = make_prompt_cache(model), [], []
+    for _ in generate_step(TOKENS, model, max_tokens=n_tokens - TOKENS.size, prompt_cache=caches):
+        held.append(sum(cache.nbytes for cache in caches))
+        used.append(mx.get_active_memory())
+    assert caches[0].offset == n_tokens
+    assert scored == [interval] * (len(caches) * ((n_tokens - 1) // interval))
+    rows = caches[0].record.store
+    row = rows.keys.shape[1] * (rows.keys.shape[3] + rows.values.shape[3]) * rows.keys.itemsize
+    most = (budget + interval) * row + budget * rows.keys.shape[1] * 8 + 64
+    assert max(held) <= len(caches) * most
+    assert max(used[-2 * interval :]) <= max(used[:2000])
 
 
 def test_a_cache_made_by_hand_refuses_a_block_across_a_boundary(tiny_model: Tiny) -> None:

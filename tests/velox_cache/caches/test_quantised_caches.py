@@ -43,7 +43,7 @@ class ReadBack(vc.EvictingKVCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         view = super().update_and_fetch(keys, values)
-        return self._widths.read(*view)
+        return self._held.widths.read(*view)
 
     @property
     def bits(self) -> NoReturn:

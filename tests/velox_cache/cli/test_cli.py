@@ -1,5 +1,6 @@
 """The velox command: quick help, one-line errors, and the real thing on a small model."""
 
+import argparse
 import io
 import json
 import re
@@ -11,7 +12,7 @@ import pytest
 from velox_cache.cli import calibrate as calibrate_command
 from velox_cache.cli import main as main_module
 from velox_cache.cli.main import COMMANDS, main
-from velox_cache.cli.method_arguments import add_method_arguments, method_settings
+from velox_cache.cli.method_arguments import add_method_arguments, install_method, method_settings
 from velox_cache.cli.model_argument import model_folder, model_id
 from velox_fn.registry import METHODS, method_factory
 
@@ -117,6 +118,8 @@ def test_an_empty_prompt_is_refused(refused):
         (("--set", "bogus=1"), "no setting 'bogus'"),
         (("--method", "full", "--budget", "64"), "takes no settings"),
         (("--filters", "none.npz"), "none.npz"),
+        (("--layer-shares", "pyramids"), "there is no such rule"),
+        (("--method", "full", "--layer-shares", "pyramid"), "takes no settings"),
     ],
     ids=str,
 )
@@ -236,6 +239,22 @@ def test_a_setting_is_read_in_the_form_that_velox_methods_shows(text, value):
 def test_a_setting_given_twice_is_refused():
     with pytest.raises(ValueError, match="budget"):
         settings_of("--budget", "64", "--set", "budget=32")
+
+
+@pytest.mark.parametrize(
+    ("words", "budgets"),
+    [
+        (("--layer-shares", "pyramid", "--budget", "28"), [47, 9]),
+        (("--layer-shares", "squeeze", "--budget", "28"), [28, 28]),  # two layers are too few to tell apart
+    ],
+)
+def test_layers_share_the_budget(words, budgets, tiny_model, tokenizer):
+    parser = argparse.ArgumentParser()
+    add_method_arguments(parser)
+    arguments = parser.parse_args(["--method", "l2norm", *words])
+    assert install_method(tiny_model(), arguments, tokenizer=tokenizer).settings["budget"] == (
+        budgets if len(set(budgets)) > 1 else budgets[0]
+    )
 
 
 def test_a_folder_is_known_by_its_last_part(tmp_path):

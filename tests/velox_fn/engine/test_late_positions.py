@@ -89,9 +89,10 @@ def test_the_longest_sequence_of_a_batch_counts():
         method = l2norm(budget=8)
         cache = EvictingKVCache(method)
         cache.update_and_fetch(block(2), block(2))
-        rows = cache._rows
+        rows = cache._held.rows
         store = dataclasses.replace(rows.store, offset=mx.array([seen + 2], mx.int32), seen_by_all=seen + 2)
-        cache._rows = dataclasses.replace(rows.with_store(store), offsets=(seen + 2,))
+        rows = dataclasses.replace(rows.with_store(store), offsets=(seen + 2,))
+        cache._held = dataclasses.replace(cache._held, rows=rows)
         caches.append(cache)
     batch = EvictingKVCache.merge(caches)
     two = mx.ones((2, 1, 1, 2))

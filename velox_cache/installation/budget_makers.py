@@ -1,0 +1,129 @@
+"""Budgets per layer by a rule: lists for `install(budget=...)` of the same total as one budget for all layers."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import mlx.nn as nn
+import numpy as np
+
+from velox_cache.installation.layer_changes import layer_similarities
+from velox_cache.introspection.plan import plan_layers
+from velox_cache.introspection.shard import model_shard
+from velox_fn.engine import checks
+
+_TOKENS = 1024  # that `squeeze_budgets` reads at most
+_GROUPS = 3
+
+
+def pyramid_budgets(model: nn.Module, budget: int, *, beta: float = 20, window: int = 8) -> list[int]:
+    """Budgets that fall with depth, in equal steps: deep layers attend to few rows.
+
+    Every layer has `window` rows. Of the others, k on average, the last of m layers has k / beta and the first
+    2 k - k / beta.
+
+    Source: PyramidKV (arXiv:2406.02069), section 4.2, where the total of the other rows is m k, and `window` is alpha.
+
+    Differs from the paper:
+
+    - The steps between the ends are (first - last) / (m - 1), as in the released code, and not / m, so that the ends
+      are met and the total is m k.
+    - Layers count that install() bounds. Those that it leaves alone get `budget`, which nobody reads.
+    - Which rows stay is the method's affair. The paper's choice is that of snapkv, with its obs_window as `window`.
+
+    Args:
+        model: whose caches are to be bounded.
+        budget: rows per layer on average, `window` included.
+        beta: how many times the average the last layer's is smaller, at least 1.
+        window: rows that every layer has. Give what the method protects (n_sink and its recent rows) and one more.
+
+    Returns:
+        One number per entry of the prompt cache. Those of bounded layers sum to their number times `budget`.
+
+    Raises:
+        ValueError: a number cannot work, or the model is one rank's part of a pipeline.
+    """
+    budget, window = checks.whole_number("budget", budget, 1), checks.whole_number("window", window, 0)
+    if not beta >= 1:
+        raise ValueError(f"beta is at least 1, at which all layers get the same, got {beta!r}")
+    if window >= budget:
+        raise ValueError(f"window={window} leaves nothing of budget={budget} to hand out; take a larger budget")
+    bounded = _bounded(model)
+    last = (budget - window) / beta
+    return _listed(model, bounded, window + np.linspace(2 * (budget - window) - last, last, len(bounded)), budget)
+
+
+def squeeze_budgets(model: nn.Module, tokens: Sequence[int], budget: int, *, share: float = 0.3) -> list[int]:
+    """Fewer rows for layers that hardly change what they are given, and more for the others.
+
+    The model reads up to 1,024 tokens. Layers fall into three groups by the cosine similarity of what goes into them
+    and what comes out. Those of the group that changes least get `share` of the budget, and what they give up goes to
+    all others alike.
+
+    Source: SqueezeAttention (arXiv:2404.04793), Algorithm 1, where `share` is p.
+
+    Differs from the paper:
+
+    - A layer is looked at as a whole. The paper looks before and after its attention, a place that has no common name.
+    - The groups are those of the smallest squared distances to their means, found exactly. The paper runs k-means.
+    - Budgets are set once, from this text, and not anew from each prompt.
+    - Layers count that install() bounds, if there are more than three. Those left alone get `budget`.
+
+    Args:
+        model: whose caches are to be bounded.
+        tokens: a text of the kind that the model will read.
+        budget: rows per layer on average.
+        share: of the budget, for the group that changes least, above 0 and below 1.
+
+    Returns:
+        One number per entry of the prompt cache. Those of bounded layers sum to their number times `budget`.
+
+    Raises:
+        ValueError: a number cannot work, there are no tokens, or the model is one rank's part of a pipeline.
+    """
+    budget = checks.whole_number("budget", budget, 1)
+    if not 0 < share < 1:
+        raise ValueError(f"share is that of the budget which the least layers get, above 0 and below 1, got {share!r}")
+    if not len(tokens):
+        raise ValueError("no tokens are given, from which the change of each layer could be measured; give a text")
+    bounded = _bounded(model)
+    similar = layer_similarities(model, tokens[:_TOKENS])
+    groups = grouped([similar[entry] for entry in bounded])
+    least = groups == _GROUPS - 1
+    more = budget * (len(bounded) - share * least.sum()) / max(len(bounded) - least.sum(), 1)
+    return _listed(model, bounded, np.where(least, share * budget, more), budget)
+
+
+def grouped(numbers: Sequence[float]) -> np.ndarray:
+    """Which of three groups each number is in, int [n], from the smallest numbers to the largest; all 0 for three or
+    fewer numbers."""
+    n = len(numbers)
+    if n <= _GROUPS:
+        return np.zeros(n, int)
+    order = np.argsort(numbers, kind="stable")
+    ascending = np.asarray(numbers, np.float64)[order]
+
+    def scatter(cuts: tuple[int, ...]) -> float:
+        return float(sum(((part - part.mean()) ** 2).sum() for part in np.split(ascending, cuts)))
+
+    cuts = min(combinations(range(1, n), _GROUPS - 1), key=scatter)
+    groups = np.empty(n, int)
+    groups[order] = np.searchsorted(cuts, np.arange(n), side="right")
+    return groups
+
+
+def _bounded(model: nn.Module) -> list[int]:
+    if model_shard(model).pipelined:
+        raise ValueError(
+            "this model is one rank's part of a pipeline, which does not know the other layers; make the budgets from "
+            "the whole model, and give every rank the list"
+        )
+    return [entry.layer for entry in plan_layers(model) if entry.bounded]
+
+
+def _listed(model: nn.Module, bounded: Sequence[int], wanted: np.ndarray, budget: int) -> list[int]:
+    """Whole numbers of the same total: what rounding down leaves goes to the layers with the largest fractions."""
+    rounded = np.floor(wanted + 1e-9).astype(int)
+    left = len(bounded) * budget - int(rounded.sum())
+    rounded[np.argsort(rounded - wanted, kind="stable")[:left]] += 1
+    of_layer = dict(zip(bounded, rounded.tolist(), strict=True))
+    return [of_layer.get(entry.layer, budget) for entry in plan_layers(model)]

@@ -1,0 +1,63 @@
+"""`shares=` of `install`: one budget handed out to the layers by a rule that is named."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.nn as nn
+
+from velox_cache.calibration.calibrating import Tokenizer
+from velox_cache.calibration.texts import calibration_texts
+from velox_cache.installation.budget_makers import pyramid_budgets, squeeze_budgets
+from velox_fn.method import Method
+
+_PYRAMID_WINDOW = 8  # rows of every layer, in the paper; more where the method itself protects more
+
+
+def check_shares(shares: object, budget: object) -> None:
+    """ValueError for a rule that is unknown, or a budget that it cannot hand out."""
+    if shares is None:
+        return
+    if shares not in RULES:
+        raise ValueError(f"shares={shares!r}: there is no such rule; layers share the budget by {' or '.join(RULES)}")
+    if budget is not None and not isinstance(budget, int):
+        raise ValueError(
+            f"shares={shares!r} hands one budget out to the layers, and budget={budget!r} is none; give a number, or "
+            "leave shares out"
+        )
+
+
+def shared_out(
+    shares: str, model: nn.Module, method: Method, settings: Mapping[str, Any], budget: int, tokenizer: Tokenizer | None
+) -> list[int]:
+    """One budget per entry of the prompt cache, `budget` on average over the bounded layers.
+
+    Raises ValueError where the rule needs something that is not there, and as its function of `budget_makers` does.
+    """
+    return RULES[shares](model, method, settings, budget, tokenizer)
+
+
+def _by_pyramid(
+    model: nn.Module, method: Method, settings: Mapping[str, Any], budget: int, tokenizer: Tokenizer | None
+) -> list[int]:
+    del tokenizer
+    asked = {**method.settings, **method.own_names(settings)}
+    protected = sum(asked.get(name, 0) for name in ("n_sink", method.window) if name is not None)
+    return pyramid_budgets(model, budget, window=max(_PYRAMID_WINDOW, protected + 1))
+
+
+def _by_squeeze(
+    model: nn.Module, method: Method, settings: Mapping[str, Any], budget: int, tokenizer: Tokenizer | None
+) -> list[int]:
+    del method, settings
+    if tokenizer is None:
+        raise ValueError(
+            'shares="squeeze" reads a text, to see how much each layer changes it: give tokenizer=tokenizer, as '
+            "mlx_lm.load returns it with the model, or make the list from tokens of your own with squeeze_budgets"
+        )
+    return squeeze_budgets(model, list(tokenizer.encode(calibration_texts()[0])), budget)
+
+
+RULES: Mapping[str, Callable[[nn.Module, Method, Mapping[str, Any], int, Tokenizer | None], list[int]]] = {
+    "pyramid": _by_pyramid,
+    "squeeze": _by_squeeze,
+}
