@@ -12,6 +12,7 @@ from velox_fn.directions.query_gram import (
     query_gram_update,
 )
 from velox_fn.engine.attention import Observed, Queries, attention_mass, observe_rows
+from velox_fn.engine.chunks import chunked
 from velox_fn.engine.compiled import compiled
 from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init, rescore
 from velox_fn.engine.eviction import Eviction, State, kept_bytes, kept_positions, kv
@@ -71,6 +72,7 @@ __all__ = [
     "attend",
     "attention_mass",
     "average_gqa_filters",
+    "chunked",
     "compiled",
     "compute_qfilters",
     "cur",

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from velox_fn.engine import checks
+from velox_fn.engine.chunks import chunked
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.pinned import pinning
@@ -15,7 +16,7 @@ from velox_fn.engine.quantised import NO_WIDTHS, quantised
 
 ROPES = (None, "to renumber", "when read", "always")
 PLACES = ("layer", "first_head")
-_OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, "pinned": (), **NO_WIDTHS})
+_OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, "pinned": (), "chunk": 1, **NO_WIDTHS})
 """Settings that are added to a factory that does not take them, with their defaults."""
 
 
@@ -126,8 +127,9 @@ class Method:
         return named
 
     def make(self, **arguments: Any) -> Eviction:
-        """The Eviction with these arguments. Those of every method (`interval`, `pinned`, `key_bits`, `value_bits`,
-        `group_size`) may be among them also where the factory does not take them, and `recent` for its own name.
+        """The Eviction with these arguments. Those of every method (`interval`, `pinned`, `chunk`, `key_bits`,
+        `value_bits`, `group_size`) may be among them also where the factory does not take them, and `recent` for its
+        own name.
 
         Raises:
             ValueError: as the factory does; or what it returns cannot be made anew from its name and settings, as
@@ -151,6 +153,8 @@ class Method:
             made = pinning(made, added["pinned"])
         if "interval" in added:
             made = at_intervals(made, added["interval"])
+        if "chunk" in added:
+            made = chunked(made, added["chunk"])
         made = quantised(made, **{name: value for name, value in added.items() if name in NO_WIDTHS})
         unknown = [name for name in (*made.settings, *made.params) if name not in (*self.defaults, *added)]
         if unknown:

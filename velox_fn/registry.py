@@ -51,6 +51,7 @@ _ENTRIES = (
         recent=True,
         recent_share=RECENT_SHARE,
         rollback=True,
+        reads_values=True,
     ),
     Method(name="curdkv", factory=curdkv, recent=True, reads_values=True),
     Method(name="h2o", factory=h2o, window="grace", rope="to renumber"),

@@ -1,5 +1,6 @@
 """Latent attention: queries in the space of what is cached, calibration from them, and what is refused."""
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -10,9 +11,11 @@ from runs import PROMPT, evicting, installed, rows_of, run
 from tiny_models import LATENT, model_of
 
 import velox_cache as vc
+from velox_cache.calibration.predicted_attention import true_mean_attention
 from velox_cache.harness.shared_prefill import shared_prefill
 from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill
 from velox_cache.introspection.plan import plain_caches
+from velox_cache.learning.weight_search import SearchSizes, search_weights
 from velox_fn import kept_positions
 
 TERMS = "projection+key_difference"
@@ -55,6 +58,20 @@ def test_queries_of_a_block_are_those_of_its_tokens_one_by_one(name: str) -> Non
         last = alone[-1][i]
         np.testing.assert_allclose(rows_of(call.queries)[:, :, -1:], rows_of(last.queries), atol=1e-4)
         np.testing.assert_allclose(logits(call)[:, -1:], logits(last), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_attention_that_latents_receive_is_that_of_the_models_softmax(name: str) -> None:
+    """So that a calibration can say how well it foretells it."""
+    n = len(PROMPT)
+    [block] = observed_prefill(model_of(name), PROMPT)
+    for call in block:
+        seen = np.where(np.tri(n, dtype=bool), logits(call), -np.inf)
+        weights = np.exp(seen - seen.max(-1, keepdims=True))
+        expected = (weights / weights.sum(-1, keepdims=True)).mean(0).sum(0) / np.arange(n, 0, -1)
+        mask = call.terms.get("mask")
+        found = true_mean_attention(call.queries[0], call.keys[0], call.scale, mask=None if mask is None else mask[0])
+        np.testing.assert_allclose(np.array(found)[0], expected, atol=1e-5)
 
 
 def test_calibrated_directions_are_those_of_queries_over_the_latents(
@@ -105,8 +122,10 @@ def test_a_shared_prefill_leaves_what_the_models_own_does(architecture: str, met
         np.testing.assert_array_equal(*(np.array(kept_positions(cache.record)) for cache in (one, other)))
 
 
-@pytest.mark.parametrize("method", ["curdkv", "cur", "expected_attention"])
-def test_methods_that_weigh_values_are_refused_by_name(architecture: str, method: str) -> None:
+@pytest.mark.parametrize("method", ["curdkv", "cur", "expected_attention", "lagkv", "learned"])
+def test_methods_that_weigh_values_are_refused_by_name_before_anything_is_calibrated(
+    architecture: str, method: str
+) -> None:
     with pytest.raises(ValueError, match=f"{method} scores a row by its value, and this model caches none"):
         vc.install(model_of(architecture), method, budget=12)
 
@@ -115,7 +134,59 @@ def test_terms_that_weigh_values_are_refused_by_name(architecture: str, calibrat
     with pytest.raises(
         ValueError, match=r"value_norm scores a row by its value.* give terms='projection\+key_difference'"
     ):
-        vc.install(model_of(architecture), "fusion", budget=12, calibration=calibration)
+        vc.install(model_of(architecture), "fusion", budget=12, calibration=calibration, terms=f"value_norm+{TERMS}")
+
+
+def test_the_default_method_leaves_its_term_of_values_out_and_says_so(
+    architecture: str, calibration: vc.Calibration
+) -> None:
+    model = model_of(architecture)
+    try:
+        report = vc.install(model, budget=12, calibration=calibration)
+        _, caches = run(model, (17, 1, 10))
+    finally:
+        vc.uninstall(model)
+    assert (report.method, report.settings["terms"]) == ("fusion", TERMS)
+    assert "the term value_norm is left out: it scores a row by its value, and this model caches none" in str(report)
+    assert {(cache.size(), cache.offset) for cache in evicting(caches)} == {(12, 28)}
+
+
+@pytest.mark.calibrates
+def test_nothing_need_be_chosen_or_made_before(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = model_of(architecture)
+    try:
+        made = vc.install(model, budget=12, tokenizer=Letters())
+        found = vc.install(model, budget=12)
+    finally:
+        vc.uninstall(model)
+    assert str(made) == str(found)
+    assert made.settings["terms"] == TERMS
+    assert "predicts attention on unseen text with rank correlation" in str(made)
+
+
+def test_models_with_values_keep_every_term() -> None:
+    model = model_of("llama")
+    made = vc.calibrate(model, Letters(), [TEXT], progress=False, prefill_step_size=16)
+    try:
+        report = vc.install(model, budget=12, calibration=made)
+    finally:
+        vc.uninstall(model)
+    assert "value_norm" in report.settings["terms"]
+    assert report.left_out is None
+
+
+def test_a_search_of_weights_is_for_the_terms_that_install_takes(
+    architecture: str, calibration: vc.Calibration
+) -> None:
+    sizes = SearchSizes(n_prompts=1, n_held_out=1, n_context=32, n_scored=8, budgets=(0.5, 0.6))
+    found = search_weights(
+        model_of(architecture), Letters(), calibration, [TEXT], seconds=60, most_steps=1, sizes=sizes
+    )
+    assert found.steps == 1
+    assert found.calibration.fusion is None or found.calibration.fusion.terms == tuple(TERMS.split("+"))
 
 
 def test_the_models_queries_are_refused_at_intervals(architecture: str) -> None:

@@ -142,12 +142,12 @@ class Processor:
         return False
 
 
-def generated(named, prompts, manager=None):
-    """Tokens that mlx_vlm's batch generator gives each prompt of an image and text."""
+def generated(named, prompts, manager=None, first_picture=0):
+    """Tokens that mlx_vlm's batch generator gives each prompt of an image and text; each has a picture of its own."""
     name, model = named
     generator = BatchGenerator(model.language_model, Processor(), compute_logprobs=False, apc_manager=manager)
     embedded = []
-    for seed, ids in enumerate(prompts):
+    for seed, ids in enumerate(prompts, first_picture):
         pixels, grid = picture(name, seed)
         features = model.get_input_embeddings(mx.array([ids]), pixels, **grid)
         given = {key: value for key, value in features.to_dict().items() if value is not None}
@@ -175,7 +175,42 @@ def test_each_of_a_batch_of_two_over_budget_is_as_alone(named, model, method):
     vc.install(model.language_model, method, budget=24)
     together = generated(named, prompts)
     assert [len(tokens) for tokens in together] == [N_TOKENS, N_TOKENS]
-    assert together[0] == generated(named, prompts[:1])[0]
+    assert together == [generated(named, [each], first_picture=i)[0] for i, each in enumerate(prompts)]
+
+
+def test_a_batch_of_two_with_budgets_of_each_layer_within_them_is_that_of_the_plain_cache(named, model):
+    prompts = [prompt(30), prompt(12, 5)]
+    plain = generated(named, prompts)
+    vc.install(model.language_model, "h2o", budget=[120, 90])
+    assert generated(named, prompts) == plain
+
+
+@pytest.mark.parametrize("method", ["l2norm", "h2o"])
+def test_each_of_a_batch_of_two_with_budgets_of_each_layer_is_as_alone(named, model, method):
+    prompts = [prompt(30), prompt(12, 5)]
+    vc.install(model.language_model, method, budget=[24, 36])
+    sizes = [cache.method.settings["budget"] for cache in make_prompt_cache(model.language_model)]
+    together = generated(named, prompts)
+    assert sizes == [24, 36]
+    assert together == [generated(named, [each], first_picture=i)[0] for i, each in enumerate(prompts)]
+
+
+class Letters:
+    """A tokenizer whose tokens are the letters of a text."""
+
+    def encode(self, text):
+        return [ord(letter) % 90 for letter in text]
+
+
+@pytest.mark.calibrates
+def test_the_default_method_is_calibrated_on_the_language_model(named, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    report = vc.install(model.language_model, budget=24, tokenizer=Letters())
+    caches = make_prompt_cache(model.language_model)
+    tokens_of(named, caches)
+    assert report.method == "fusion"
+    assert "predicts attention" in str(report)
+    assert [cache.size() for cache in caches] == [24, 24]
 
 
 def test_bf16_weights_with_float32_embeddings_of_an_image(named, model):

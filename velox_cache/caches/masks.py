@@ -4,9 +4,9 @@ import mlx.core as mx
 
 from velox_cache.caches.padding import padding_first
 from velox_cache.caches.sequences import Sequences
-from velox_fn.engine.select import competing_ranks, rank_positions, victim
+from velox_fn.engine.select import rank_positions, victim
 from velox_fn.engine.slots import opened, used_columns
-from velox_fn.engine.store import Store, overwrites, seen_rows
+from velox_fn.engine.store import Store, competing, overwrites, seen_rows
 
 
 def mask_of_next(rows: Sequences, n_tokens: int, *, as_array: bool) -> mx.array | str | None:
@@ -46,7 +46,7 @@ def ragged_mask(store: Store | None, n_tokens: int, real: tuple[int, ...]) -> mx
     ranks = seen_rows(store, n_tokens).ranks[:, :1]
     shown = rank_positions(ranks[:, 0]) >= 0
     if overwrites(store, n_tokens):
-        index = victim(competing_ranks(ranks, store.offset, store.recent))[:, 0]
+        index = victim(competing(store, ranks, store.recent))[:, 0]
         return mx.put_along_axis(shown, index, mx.array(True), axis=1)[:, None, None]
     kept = mx.broadcast_to(shown[:, None], (shown.shape[0], n_tokens, shown.shape[1]))
     return mx.concatenate([kept, block], axis=-1)[:, None]

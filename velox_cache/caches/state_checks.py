@@ -16,7 +16,7 @@ from velox_fn.engine.records import arrays, statics
 from velox_fn.engine.select import rank_positions
 from velox_fn.engine.store import Store
 
-_SETTLED = ("budget", "n_sink", "recent", "rollback", "pinned", "widths")  # what a store takes from its method
+_SETTLED = ("budget", "n_sink", "recent", "rollback", "pinned", "widths", "chunk")  # what a store takes from its method
 _COUNTED = ("filled", "seen_by_all", "warm_up", "unscored")
 
 

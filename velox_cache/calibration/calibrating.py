@@ -15,6 +15,7 @@ import numpy as np
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.score_choice import ScoreChoice
 from velox_cache.calibration.score_fit import fit_scores
+from velox_cache.calibration.score_sums import ScoreSums
 from velox_cache.calibration.sums import LayerSums, whole_model_sums, with_block, with_scores
 from velox_cache.distributed.collectives import Group, all_gather_texts, broadcast, failing_together, own_share
 from velox_cache.introspection.latents import caches_latents
@@ -94,7 +95,7 @@ def calibrate(
     layout, shard = cache_layout(model), model_shard(model)
     apart = group if shard.group is None else None  # ranks with nothing in common until they add up what they saw
     everyone = shard.group or group
-    step = min(whole_number("prefill_step_size", prefill_step_size, 1), max(1, n_tokens // HELD_OUT_EVERY))
+    step = _step_that_holds_out(sequences, prefill_step_size)
     numbered = _numbered(sequences, step)
     own = numbered if apart is None else own_share(numbered, apart, cost=lambda one: len(one[1]))
     shown = progress and (everyone is None or everyone.rank() == 0)
@@ -153,6 +154,28 @@ def collect_query_activations(
             collected[call.layer].append(call.queries[0])
         mx.eval(*(call.queries for call in block))
     return [mx.concatenate(queries, axis=1) if queries else None for queries in collected]
+
+
+def collect_score_sums(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    *,
+    max_tokens: int | None = None,
+    sequence_length: int = 2048,
+    prefill_step_size: int = 512,
+    progress: bool = False,
+) -> dict[int, ScoreSums]:
+    """The sums by layer that `calibrate` fits the score of the method learned to, from the same text options.
+
+    Empty for models with latent attention, and where no block is long enough. Raises ValueError as
+    `collect_query_activations` does.
+    """
+    sequences = _sequences(tokenizer, texts, max_tokens, sequence_length)
+    step = _step_that_holds_out(sequences, prefill_step_size)
+    learned = not caches_latents(model)
+    sums = _layer_sums(model, _numbered(sequences, step), step, progress, learned=learned)
+    return {layer: found.scores for layer, found in sums.items() if found.scores is not None}
 
 
 def sign_agreement(
@@ -263,6 +286,12 @@ def _layer_sums(
             mx.eval(layer.arrays())
         advance(block[0].queries.shape[2])
     return sums
+
+
+def _step_that_holds_out(sequences: Sequence[Sequence[int]], prefill_step_size: int) -> int:
+    """Tokens of a block, so few that one block of them all is held out."""
+    step = whole_number("prefill_step_size", prefill_step_size, 1)
+    return min(step, max(1, sum(map(len, sequences)) // HELD_OUT_EVERY))
 
 
 def _numbered(sequences: Sequence[Sequence[int]], step: int) -> list[tuple[int, Sequence[int]]]:

@@ -16,12 +16,15 @@ from velox_cache.introspection.observed_prefill import observed_prefill
 Scorer = Callable[[int, mx.array, mx.array], mx.array]
 
 
-def true_mean_attention(queries: mx.array, keys: mx.array, scale: float, sinks: mx.array | None = None) -> mx.array:
+def true_mean_attention(
+    queries: mx.array, keys: mx.array, scale: float, sinks: mx.array | None = None, mask: mx.array | None = None
+) -> mx.array:
     """Attention that each key of a causal sequence receives, float32 [H,N].
 
     For the key at position t: its softmax weight, averaged over the queries at positions >= t (the only ones that see
-    it) and over the query heads of its group. From queries [H_q,N,D], keys [H,N,D], attention's own `scale`, and the
-    model's learned attention sinks [H_q] where it has them.
+    it) and over the query heads of its group. From queries [H_q,N,D], keys [H,N,D], attention's own `scale`, the
+    model's learned attention sinks [H_q] where it has them, and the numbers `mask`, of a shape that broadcasts to
+    [H_q,N,N], that it adds to its logits.
 
     Raises ValueError when the shapes do not fit.
     """
@@ -34,6 +37,9 @@ def true_mean_attention(queries: mx.array, keys: mx.array, scale: float, sinks: 
         )
     grouped = queries.astype(mx.float32).reshape(n_kv_heads, -1, n_tokens, head_dim)
     logits = scale * (grouped @ keys.astype(mx.float32)[:, None].swapaxes(-1, -2))
+    if mask is not None:
+        everywhere = mx.broadcast_to(mask.astype(mx.float32), (n_heads, n_tokens, n_tokens))
+        logits = logits + everywhere.reshape(logits.shape)
     causal = mx.tri(n_tokens, dtype=mx.bool_)
     logits = mx.where(causal, logits, -mx.inf)
     if sinks is None:
@@ -74,7 +80,7 @@ def attention_correlation(
     the layers with a plain KV cache, in layer order; its mean is the number that the Q-Filters paper's figure 4 shows.
 
     Raises ValueError when the text is too short, when the model's queries cannot be observed, or when its softmax has
-    terms other than attention sinks.
+    terms other than attention sinks and numbers that are added to the logits.
     """
     tokens = list(tokenizer.encode(text))[:n_tokens]
     if len(tokens) < n_tokens or n_tokens < skip_first + skip_last + 2:
@@ -86,13 +92,16 @@ def attention_correlation(
     found: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in scorers}
     for block in observed_prefill(model, tokens, prefill_step_size=n_tokens):
         for call in block:
-            if others := call.terms.keys() - {"sinks"}:
+            if others := call.terms.keys() - {"sinks", "mask"}:
                 raise ValueError(
                     f"the attention of layer {call.layer} takes {', '.join(map(repr, sorted(others)))} into its "
                     "softmax, which is not computed again here; leave this model out"
                 )
             keys, values = call.keys[0], call.values[0]
-            truth = np.array(true_mean_attention(call.queries[0], keys, call.scale, call.terms.get("sinks")))
+            mask = call.terms.get("mask")
+            added = None if mask is None else mask.reshape(-1, *mask.shape[-2:])
+            sinks = call.terms.get("sinks")
+            truth = np.array(true_mean_attention(call.queries[0], keys, call.scale, sinks, added))
             for name, score in scorers.items():
                 scores = np.array(score(call.layer, keys, values).astype(mx.float32))
                 found[name].append(spearman(scores[:, counted], truth[:, counted]))

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from velox_cache.evaluation.compare import Contender
 
 DEFAULT_METHODS = (
-    "fusion,qfilters,curdkv,expected_attention,keydiff,l2norm,h2o,snapkv,tova,streaming_llm,qfilters:calibrated=false,"
-    "random"
+    "learned,fusion,qfilters,curdkv,expected_attention,triattention,keydiff,lagkv,l2norm,h2o,keyformer,snapkv,morphkv,"
+    "tova,streaming_llm,qfilters:calibrated=false,random"
 )
 SMOKE = {
     "methods": "fusion,qfilters,streaming_llm",

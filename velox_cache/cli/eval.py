@@ -16,6 +16,7 @@ from velox_cache.distributed.launcher import launched_rank
 EXAMPLES = f"""examples:
   velox eval anisotropy smollm2-135m
   velox eval attention smollm2-135m --calibration calibration.npz
+  velox eval score-fits smollm2-135m --max-tokens 3072
   velox eval perplexity smollm2-135m --method qfilters --budget 256 --calibration calibration.npz
   velox eval recency smollm2-135m --method qfilters --budget 128 --calibration calibration.npz
   velox eval stalled-offset smollm2-135m --method qfilters --budget 256 --calibration calibration.npz
@@ -63,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind.add_argument("--snapshots", type=int, default=1, metavar="N", help="as for `velox serve` (default: 1)")
         if name == "attention":
             add_calibration_argument(kind, "what `velox calibrate` made", required=True)
+        if name == "score-fits":
+            add_model_argument(kind)
+            kind.add_argument(
+                "--max-tokens", type=int, default=3072, metavar="N", help="of the calibration text (default: 3072)"
+            )
         if name == "saved-intervals":
             kind.add_argument(
                 "folder", help="with METHOD-TEXT.json files, as `velox eval intervals --json` writes them"
@@ -97,6 +103,7 @@ _KINDS: Mapping[str, tuple[str, bool, bool]] = MappingProxyType(
     {
         "anisotropy": ("whether queries drift along one direction per head", True, False),
         "attention": ("how well scores predict attention, per head", True, False),
+        "score-fits": ("how well a row's worth is told, by the learned score's features and ridge", False, False),
         "perplexity": ("perplexity and fidelity of one method against the full cache, token by token", True, True),
         "fidelity": ("the same as perplexity: one reading gives both", True, True),
         "recency": ("how many recent rows to protect, at a budget", True, True),
@@ -120,6 +127,7 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
     {
         "anisotropy": eval_queries.anisotropy,
         "attention": eval_queries.attention,
+        "score-fits": eval_queries.score_fits,
         "perplexity": eval_readings.reading,
         "fidelity": eval_readings.reading,
         "recency": eval_readings.recency,

@@ -1,4 +1,4 @@
-"""The measurements of `velox eval` that look at queries: their drift, and how well scores predict attention."""
+"""The measurements of `velox eval` that look at queries: drift, predicted attention, fits of scores."""
 
 import argparse
 from typing import Any
@@ -42,6 +42,23 @@ def attention(arguments: argparse.Namespace) -> Result:
 
 def _over_layers(means: list[Any]) -> str:
     return " / ".join(f"{sum(layer) / len(means):.3g}" for layer in zip(*means, strict=True))
+
+
+def score_fits(arguments: argparse.Namespace) -> Result:
+    from velox_cache.calibration.calibrating import collect_score_sums
+    from velox_cache.calibration.texts import calibration_texts
+    from velox_cache.evaluation.score_fits import score_fits
+
+    model, tokenizer = load_model(arguments.model)
+    sums = collect_score_sums(model, tokenizer, calibration_texts(), max_tokens=arguments.max_tokens, progress=True)
+    found = score_fits(sums)
+    shown: dict[str, dict[str, Any]] = {}
+    for one in found:
+        mark = "*" if one.chosen else ""
+        row = shown.setdefault(one.choice.features, {"features / ridge": one.choice.features})
+        row[f"{one.choice.ridge:g}"] = f"{one.per_head.mean():.3f}{mark}"
+    records = [vars(one.choice) | {"per_head": one.per_head.tolist(), "chosen": one.chosen} for one in found]
+    return records, list(shown.values())
 
 
 def _median(values: Any) -> Any:

@@ -7,10 +7,11 @@ import mlx.nn as nn
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.made_once import check_weights
+from velox_cache.calibration.values_read import check_values_read
 from velox_cache.compat.config import KVCacheConfig
 from velox_cache.compat.curdkv_cache import CurDKVKVCache
 from velox_cache.compat.qfilters_cache import QFiltersKVCache
-from velox_cache.installation.layer_arguments import check_values_read, layer_arguments
+from velox_cache.installation.layer_arguments import layer_arguments
 from velox_cache.installation.own_part import part_of_calibration
 from velox_cache.introspection.key_layouts import KeyLayouts, check_filter_layout
 from velox_cache.introspection.plan import make_caches, plan_layers

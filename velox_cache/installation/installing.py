@@ -13,6 +13,7 @@ from velox_cache.caches.mlx_lm_protocol import check_protocol
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.default_recent import RECENT_SHARE, with_default_recent
 from velox_cache.calibration.made_once import about
+from velox_cache.calibration.values_read import check_values_read, default_terms, why_left_out
 from velox_cache.installation.asked import check_asked, check_settings
 from velox_cache.installation.footprint import Footprint, footprint
 from velox_cache.installation.given_calibration import GivenCalibration, calibration_of, one_of_both
@@ -43,7 +44,8 @@ class InstallReport:
     method: the method's name. settings: the arguments that its factory got, by name, such as settings["budget"]; a
     list, one entry per bounded layer, where layers differ. layers: one `LayerPlan` per entry of the prompt cache, with
     whether it is bounded, and why not. footprint: bytes before and now; None where rows do not say how large they are.
-    calibration: of what, on what, and how well it predicts; None where none is used.
+    calibration: of what, on what, and how well it predicts; None where none is used. left_out: which terms of a fusion
+    that nobody chose are left out on this model, and why; None where none is.
     """
 
     method: str
@@ -51,6 +53,7 @@ class InstallReport:
     layers: tuple[LayerPlan, ...]
     footprint: Footprint | None = None
     calibration: str | None = None
+    left_out: str | None = None
 
     def __str__(self) -> str:
         bounded = [entry for entry in self.layers if entry.bounded]
@@ -59,7 +62,7 @@ class InstallReport:
         for reason in dict.fromkeys(entry.reason for entry in self.layers if not entry.bounded):
             skipped = [str(entry.layer) for entry in self.layers if entry.reason == reason]
             lines.append(f"  not bounded, layers {', '.join(skipped)}: {reason}")
-        lines += [f"  {fact}" for fact in (self.footprint, self.calibration) if fact is not None]
+        lines += [f"  {fact}" for fact in (self.left_out, self.footprint, self.calibration) if fact is not None]
         return "\n".join(lines)
 
 
@@ -92,7 +95,8 @@ def install(
     settings: the other arguments of the method's factory, such as n_sink, recent. `recent` defaults to three quarters
     of the budget here: of the shares tried, it follows the full cache's next-token distribution best
     (docs/evaluation.md); without recent rows prediction loses the tokens it needs most. Where a search has found
-    another share for a fusion (docs/fusion.md), it defaults to that.
+    another share for a fusion (docs/fusion.md), it defaults to that. `terms` of a fusion default to those that the
+    model's rows have something for: without the one of values on latent attention.
 
     calibration: what `calibrate` makes or the path of its file, for the methods that take something from it; `filters`
     is another name for it. Without it, and with calibrate="auto", a method that does not work well without one takes
@@ -140,8 +144,12 @@ def install(
     if not any(entry.bounded for entry in plan):  # other ranks of the pipeline have the layers that can be
         return InstallReport(chosen.name if isinstance(chosen, Eviction) else chosen.label, settings, plan)
     if isinstance(chosen, Eviction):
-        used, methods = None, of_every_layer(chosen, model, plan, shard)
+        used, left_out, methods = None, None, of_every_layer(chosen, model, plan, shard)
     else:
+        terms = default_terms(chosen, settings, model)
+        settings |= terms
+        left_out = why_left_out(chosen, **terms) if terms else None
+        check_values_read(chosen, settings, model)
         one_layer = next(entry.layer for entry in plan if entry.bounded)
         used = calibration_of(chosen, settings, given, calibrate, tokenizer, model, one_layer)
         average = None
@@ -183,6 +191,7 @@ def install(
         plan,
         footprint(row_bytes(model), row_bytes(model, widths), methods),
         None if used is None else about(used),
+        left_out,
     )
 
 

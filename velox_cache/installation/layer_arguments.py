@@ -13,7 +13,6 @@ from velox_cache.introspection.key_layouts import KeyLayouts
 from velox_cache.introspection.latents import caches_latents
 from velox_cache.introspection.rope import ModelRopes
 from velox_cache.introspection.shard import WHOLE, ModelShard
-from velox_fn.engine.scorers import SCORERS
 from velox_fn.method import Method
 from velox_fn.methods.fusion import arrays_taken, term_names
 
@@ -85,25 +84,6 @@ def check_queries_together(shard: ModelShard, model: nn.Module) -> None:
             f"over {shard.head_parts} ranks, which share nothing of their caches; spread the model's layers instead "
             "(pipeline), or use queries='proxy', or a method that needs no queries"
         )
-
-
-def check_values_read(method: Method, settings: Mapping[str, Any], model: nn.Module) -> None:
-    """ValueError when the method scores a row by its value and the model's rows have none."""
-    terms = term_names({**method.defaults, **settings}["terms"]) if method.fuses else ()
-    by_value = [name for name in terms if "values" in SCORERS[name].reads]
-    if not (method.reads_values or by_value) or not caches_latents(model):
-        return
-    others = "+".join(name for name in terms if name not in by_value)
-    what = f"{method.label} with the term {' and '.join(by_value)}" if by_value else method.label
-    remedy = (
-        f"give terms={others!r}"
-        if others
-        else "take a method that scores by keys or attention, such as qfilters or h2o"
-    )
-    raise ValueError(
-        f"{what} scores a row by its value, and this model caches none: its rows are latents (MLA), of which keys and "
-        f"values of all heads are made, each with a rotary part; {remedy}"
-    )
 
 
 def _first_head(model: nn.Module, layer: int, shard: ModelShard, layouts: KeyLayouts | None) -> int:

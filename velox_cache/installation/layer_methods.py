@@ -8,7 +8,8 @@ import mlx.nn as nn
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.default_recent import recent_share, with_default_recent
-from velox_cache.installation.layer_arguments import check_heads_together, check_values_read, layer_arguments
+from velox_cache.calibration.values_read import check_values_read
+from velox_cache.installation.layer_arguments import check_heads_together, layer_arguments
 from velox_cache.installation.layer_budgets import (
     Budgets,
     layer_budgets,
@@ -47,7 +48,6 @@ def by_layer(
     if average is not None and method.recent and "recent" in settings:
         share = Fraction(settings["recent"], average)
         settings = {name: value for name, value in settings.items() if name != "recent"}
-    check_values_read(method, settings, model)
     methods, ropes, layouts = {}, ModelRopes(model), KeyLayouts(model)
     for layer in (entry.layer for entry in plan if entry.bounded):
         arguments = dict(settings)

@@ -20,7 +20,7 @@ _OTHERS = {
 FULL_ATTENTION = "full attention"
 LATENT_ATTENTION = (
     "full attention over latents (MLA): a row is a token's latent with its rotary part, one for all heads; methods "
-    "that weigh values are refused"
+    "that weigh values are refused, and fusion leaves its term of values out"
 )
 
 

@@ -25,6 +25,7 @@ from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.default_recent import RECENT_SHARE
 from velox_cache.calibration.fusion_choice import FusionChoice
 from velox_cache.calibration.fusion_weights import without_weights
+from velox_cache.calibration.values_read import default_terms
 from velox_cache.file_checks import check_folder_of
 from velox_cache.harness.arms import Arm, cache_maker
 from velox_cache.harness.fidelity import token_fidelity
@@ -35,6 +36,7 @@ from velox_cache.learning.fusion_candidate import Candidate, changed, equal_weig
 from velox_cache.learning.search_progress import begun, write_progress
 from velox_fn.engine import checks
 from velox_fn.methods.fusion import COMBINE, TERMS, term_names
+from velox_fn.registry import method_named
 
 _LEAST_BUDGET = 16  # rows
 
@@ -105,7 +107,7 @@ def search_weights(
     texts: Sequence[str],
     *,
     seconds: float,
-    terms: str | tuple[str, ...] = TERMS,
+    terms: str | tuple[str, ...] | None = None,
     combine: str = COMBINE,
     seed: int = 0,
     sizes: SearchSizes = SearchSizes(),
@@ -113,7 +115,8 @@ def search_weights(
     most_steps: int | None = None,
     advance: Advance = lambda steps, equal, best: None,
 ) -> SearchOutcome:
-    """Search weights of the fusion of `terms`, for about `seconds`, or `most_steps` in all.
+    """Search weights of the fusion of `terms`, for about `seconds`, or `most_steps` in all. The terms default to those
+    that `install` takes on this model.
 
     The first part of the texts serves the search, the last one decides whether what it found is kept: only when its
     loss there is lower than that of equal weights. state_file: the search is written there step by step, and one that
@@ -121,7 +124,7 @@ def search_weights(
 
     Raises ValueError when the texts are too short, when the state file is of another search, and what `install` raises.
     """
-    names = term_names(terms)
+    names = term_names(terms or default_terms(method_named("fusion"), {}, model).get("terms", TERMS))
     seed = checks.whole_number("seed", seed, 0)
     if not seconds > 0:
         raise ValueError(f"seconds must be positive, got {seconds}; a step takes about a second on a small model")

@@ -8,7 +8,7 @@ from velox_fn.engine import select
 from velox_fn.engine.landing import land, settle, tied
 from velox_fn.engine.rows import Rows, View, arriving_positions, gather_rows, in_temporal_order, temporal_order
 from velox_fn.engine.static import RowScores
-from velox_fn.engine.store import Store, check_block, used_rows
+from velox_fn.engine.store import Store, check_block, competing, used_rows
 
 
 def estimate_filter_dir(keys: mx.array) -> mx.array:
@@ -108,7 +108,7 @@ def _within_budget(store: Store, ready: mx.array) -> Store:
     if surplus <= 0:
         return store
     used = used_rows(store)
-    ranks = select.competing_ranks(used.ranks, store.offset, store.recent)
+    ranks = competing(store, used.ranks, store.recent)
     lost = ready[:, None, None] & (ranks < mx.partition(ranks, surplus, axis=-1)[..., surplus, None])
     demoted = Rows(
         keys=mx.where(lost[..., None], 0, used.keys),

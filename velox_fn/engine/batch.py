@@ -128,9 +128,11 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _joined_stores(stores: list[Store]) -> Store:
-    limits = {(store.budget, store.n_sink, store.recent, store.rollback, store.widths) for store in stores}
+    limits = {(store.budget, store.n_sink, store.recent, store.rollback, store.widths, store.chunk) for store in stores}
     if len(limits) > 1:
-        raise ValueError(f"cannot merge stores of different (budget, n_sink, recent, rollback, widths): {limits}")
+        raise ValueError(
+            f"cannot merge stores of different (budget, n_sink, recent, rollback, widths, chunk): {limits}"
+        )
     if stores[0].span is not None:
         return slots.joined_stores(stores)
     closed = [_with_kept_rows_only(store) for store in stores]

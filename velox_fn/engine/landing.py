@@ -10,7 +10,7 @@ from velox_fn.engine.fused_evict import evict_rows
 from velox_fn.engine.half import Half, Widths, cut, depending, each, zeroed
 from velox_fn.engine.records import arrays, replaced
 from velox_fn.engine.rows import Rows, View, in_temporal_order
-from velox_fn.engine.store import Store, held_rows, overwrites, readable, seen_rows, used_rows
+from velox_fn.engine.store import Store, competing, held_rows, overwrites, readable, seen_rows, used_rows
 
 GROWTH = 256  # rows; the step in which mlx_lm's own caches grow
 
@@ -184,8 +184,8 @@ def settle(store: Store, n_tokens: int) -> Store:
     metal = store.metal and not store.widths.packed  # the kernel moves rows of one array
     if metal and not store.ordered:
         rows = in_temporal_order(rows)
-    competing = select.competing_ranks(rows.ranks, store.offset, store.protected)
-    keys, values, ranks = evict_rows(rows.keys, rows.values, rows.ranks, competing, store.limit, metal=metal)
+    ranks = competing(store, rows.ranks, store.protected)
+    keys, values, ranks = evict_rows(rows.keys, rows.values, rows.ranks, ranks, store.limit, metal=metal)
     return replaced(store, keys=keys, values=values, ranks=ranks, filled=store.limit)
 
 

@@ -3,7 +3,9 @@
 Each row has a *rank*, an int64 that packs its score and its position, so that the whole order of the rule is the order
 of integers: a higher score is better; among equal scores the lower position is better; a padding row (position -1) is
 worse than every token. Scores frozen in a rank hold +inf for sinks and pinned positions. Rows of the recent window are
-lifted above everything only at the moment of choosing, since the window moves.
+lifted above everything only at the moment of choosing, since the window moves. So is the score of a chunk put on its
+rows, where rows leave in chunks (`chunks`): all of a chunk then stand next to each other in the order, lower positions
+first.
 
 Scores that grow with the position turn the tie around: among equals the higher position is better. Float32 has no room
 for every position, so rows that differ in age alone may round to equal scores, and then their order is still exact.
@@ -164,6 +166,25 @@ def competing_ranks(ranks: mx.array, offset: mx.array, recent: int | mx.array) -
         return ranks
     first_recent = mx.maximum(offset - recent, 0).astype(mx.int64)[:, None, None]  # below 0 stands padding
     return mx.where(_wide_positions(ranks) >= first_recent, _PROTECTED, ranks)
+
+
+def chunk_ranks(ranks: mx.array, offset: mx.array, recent: int, chunk: int) -> mx.array:
+    """`ranks` [B,H,n] where each row that competes has the mean score of those in its chunk (`chunks`)."""
+    positions, scores = rank_positions(ranks), rank_scores(ranks)
+    competes = mx.isfinite(scores) & (positions < mx.maximum(offset - recent, 0)[:, None, None])
+    order = mx.argsort(mx.where(competes, positions, _MAX_POSITION), axis=-1)  # so that a sum has one order
+    chunks = mx.where(competes, positions // chunk, -1)
+    chunks, scores = (mx.take_along_axis(part, order, axis=-1) for part in (chunks, scores))
+    place = mx.arange(ranks.shape[-1])
+    begins = chunks != mx.concatenate([chunks[..., :1] - 1, chunks[..., :-1]], axis=-1)
+    members = mx.cummax(mx.where(begins, place, 0), axis=-1)[..., None] + mx.arange(chunk)  # [B,H,n,chunk]
+    index = mx.minimum(members, ranks.shape[-1] - 1).flatten(-2)
+    theirs, held = (mx.take_along_axis(part, index, axis=-1).reshape(members.shape) for part in (chunks, scores))
+    same = (theirs == chunks[..., None]) & (members < ranks.shape[-1])
+    means = (mx.where(same, held, 0.0) / same.sum(-1, keepdims=True)).sum(-1)
+    means = mx.take_along_axis(means, mx.argsort(order, axis=-1), axis=-1)
+    by_chunk = (_ordered(means.view(mx.int32)).astype(mx.int64) << 32) | (ranks & _LOW_BITS)
+    return mx.where(competes, by_chunk, ranks)
 
 
 def victim(ranks: mx.array) -> mx.array:

@@ -42,6 +42,7 @@ class Store:
     pinned: tuple[Ranges, ...] = ()  # positions of each sequence that never leave beside the sinks; (): there are none
     span: Span | None = None  # the tokens since the last boundary, where rows leave at intervals; they have no ranks
     widths: Widths = Widths()  # how rows are stored
+    chunk: int = 1  # positions that compete as one (`chunks`): more only where rows leave at intervals
 
     @property
     def capacity(self) -> int:
@@ -174,6 +175,13 @@ def readable(store: Store, rows: Rows) -> Rows:
     return replaced(rows, keys=keys, values=values)
 
 
+def competing(store: Store, ranks: mx.array, recent: int) -> mx.array:
+    """`ranks` [B,H,n] of rows of `store` as they compete now: in chunks, and below those of the recent window."""
+    if store.chunk > 1:
+        ranks = select.chunk_ranks(ranks, store.offset, recent, store.chunk)
+    return select.competing_ranks(ranks, store.offset, recent)
+
+
 def kept_rows(store: Store) -> Rows:
     """The kept rows, at most `budget`: real rows first in temporal order, padding last."""
     return _best_rows(store, store.most_kept, store.recent)
@@ -188,7 +196,7 @@ def _best_rows(store: Store, keep: int, recent: int) -> Rows:
     rows = used_rows(store)
     if store.filled <= keep:
         return rows if store.ordered else in_temporal_order(rows)
-    index = select.survivors(select.competing_ranks(rows.ranks, store.offset, recent), keep)
+    index = select.survivors(competing(store, rows.ranks, recent), keep)
     if not store.ordered:  # put the indices in order first: rows move once
         order = temporal_order(mx.take_along_axis(rows.ranks, index, axis=2))
         index = mx.take_along_axis(index, order, axis=2)

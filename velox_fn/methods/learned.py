@@ -34,8 +34,8 @@ OF_ROWS = ("score_keys", "score_key_squares", "score_values", "score_value_squar
 """The arguments [H,D] and [H,D_v], in the order of the formula: f, e, g, c."""
 LEARNED = (*OF_ROWS, "score_age")
 """All arguments that a calibration brings."""
-RECENT_SHARE = 0.125
-"""Of the budget, protected as recent by `install`: age has a term of its own."""
+RECENT_SHARE = 0.5
+"""Of the budget, protected as recent by `install`. Less than of other methods, since age has a term of its own."""
 
 
 def learned(

@@ -204,6 +204,7 @@ def test_observers_are_told_of_other_terms(strange: tuple[nn.Module, str]) -> No
     assert {tuple(call.terms) for call in seen} == {(name,)}
 
 
+@pytest.mark.parametrize("strange", ["softcap"], indirect=True)
 def test_correlation_with_attention_that_has_other_terms_is_refused(
     strange: tuple[nn.Module, str], tokenizer: Any
 ) -> None:

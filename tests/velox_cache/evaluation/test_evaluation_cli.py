@@ -151,3 +151,13 @@ def test_each_measurement_runs_by_itself(place, capsys, kind, options, shown):
     assert main(["--traceback", *arguments, "--json", str(place / "found.json")]) == 0
     assert shown in capsys.readouterr().out
     assert json.loads((place / "found.json").read_text())
+
+
+def test_fits_of_scores_are_shown_by_features_and_ridge(place, capsys):
+    file = place / "fits.json"
+    assert main(["eval", "score-fits", str(place / "tiny"), "--max-tokens", "512", "--json", str(file)]) == 0
+    assert "0.003" in capsys.readouterr().out
+    fits = json.loads(file.read_text())
+    best = max(fits, key=lambda one: sum(one["per_head"]))
+    assert [one["chosen"] for one in fits].count(True) == 1
+    assert best["chosen"]

@@ -61,9 +61,9 @@ def test_a_calibration_without_learned_scores_is_refused_by_the_method_that_need
         install(tiny_model(), "learned", budget=16, calibration=without)
 
 
-def test_learned_protects_few_recent_rows_unless_told_otherwise(tiny_model, calibration):
+def test_learned_protects_half_of_the_budget_unless_told_otherwise(tiny_model, calibration):
     model = tiny_model()
-    for given, recent in (({}, 4), ({"recent": 7}, 7)):
+    for given, recent in (({}, 16), ({"recent": 7}, 7)):
         install(model, "learned", budget=32, calibration=calibration, **given)
         assert model.make_cache()[0].method.settings["recent"] == recent
 
