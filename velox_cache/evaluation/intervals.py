@@ -87,12 +87,18 @@ def by_interval(found: Sequence[IntervalReading]) -> list[dict[str, Any]]:
 def saved_readings(folder: Path) -> dict[str, list[IntervalReading]]:
     """The readings saved in `folder` as METHOD-TEXT.json, those of all texts together, by method.
 
-    Raises ValueError when there are none.
+    Raises ValueError when there are none, or a file of such a name holds something else.
     """
     found: dict[str, list[IntervalReading]] = {}
     for file in sorted(folder.glob("*-*.json")):
         method = file.stem.rpartition("-")[0]
-        found.setdefault(method, []).extend(IntervalReading(**one) for one in json.loads(file.read_text()))
+        try:
+            found.setdefault(method, []).extend(IntervalReading(**one) for one in json.loads(file.read_text()))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{file} holds no readings at intervals; give a folder that holds what `velox eval intervals --json` "
+                "writes, and no other METHOD-TEXT.json"
+            ) from error
     if not found:
         raise ValueError(f"{folder} holds no METHOD-TEXT.json, as `velox eval intervals --json` writes them")
     return found

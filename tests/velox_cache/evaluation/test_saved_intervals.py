@@ -40,4 +40,12 @@ def test_means_are_over_passages() -> None:
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "saved-intervals", str(FOLDER)]) == 0
     assert "fusion" in capsys.readouterr().out
-    assert main(["eval", "saved-intervals", str(FOLDER.parent)]) != 0
+
+
+@pytest.mark.parametrize("text", ['[{"positions are": "rows held"}]', "[", '"text"', "5"])
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert main(["eval", "saved-intervals", str(tmp_path)]) == 2
+    assert "holds no METHOD-TEXT.json" in capsys.readouterr().err
+    (tmp_path / "stalled-offset.json").write_text(text)
+    assert main(["eval", "saved-intervals", str(tmp_path)]) == 2
+    assert "stalled-offset.json holds no readings at intervals" in capsys.readouterr().err
