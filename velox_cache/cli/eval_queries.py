@@ -40,10 +40,6 @@ def attention(arguments: argparse.Namespace) -> Result:
     return [row | {"per_head": one.per_head.tolist()} for row, one in zip(rows, found, strict=True)], list(rows)
 
 
-def _over_layers(means: list[Any]) -> str:
-    return " / ".join(f"{sum(layer) / len(means):.3g}" for layer in zip(*means, strict=True))
-
-
 def score_fits(arguments: argparse.Namespace) -> Result:
     from velox_cache.calibration.calibrating import collect_score_sums
     from velox_cache.calibration.texts import calibration_texts
@@ -59,6 +55,10 @@ def score_fits(arguments: argparse.Namespace) -> Result:
         row[f"{one.choice.ridge:g}"] = f"{one.per_head.mean():.3f}{mark}"
     records = [vars(one.choice) | {"per_head": one.per_head.tolist(), "chosen": one.chosen} for one in found]
     return records, list(shown.values())
+
+
+def _over_layers(means: list[Any]) -> str:
+    return " / ".join(f"{sum(layer) / len(means):.3g}" for layer in zip(*means, strict=True))
 
 
 def _median(values: Any) -> Any:

@@ -85,10 +85,8 @@ def saved_intervals(arguments: argparse.Namespace) -> Result:
 
 
 def quantised(arguments: argparse.Namespace) -> Result:
-    import numpy as np
-
     from velox_cache import load_calibration
-    from velox_cache.evaluation.equal_bytes import SHARES, WIDTHS, read_at_equal_bytes
+    from velox_cache.evaluation.equal_bytes import by_share, read_at_equal_bytes
     from velox_cache.harness.texts import passages, text_named
 
     settings = method_settings(arguments)
@@ -108,23 +106,14 @@ def quantised(arguments: argparse.Namespace) -> Result:
         calibration=calibration,
         group_size=group_size,
     )
-    rows: Records = []
-    for share in SHARES:
-        for widths in WIDTHS:
-            those = [one for one in found if (one.share, one.widths) == (share, widths)]
-            rows.append(
-                {
-                    "bytes of the full cache": f"1/{round(1 / share)}",
-                    "rows stored": widths,
-                    "rows": those[0].budget,
-                    "kept MiB": those[0].kept_bytes / 2**20,
-                    "KL to full": float(np.mean([one.kl_divergence for one in those])),
-                    "perplexity": float(np.exp(np.mean(np.log([one.perplexity for one in those])))),
-                    "same next token": float(np.mean([one.agreement for one in those])),
-                    "MiB read in a step": those[0].step_bytes / 2**20,
-                }
-            )
-    return [vars(one) for one in found], rows
+    return [vars(one) for one in found], by_share(found)
+
+
+def saved_quantised(arguments: argparse.Namespace) -> Result:
+    from velox_cache.evaluation.equal_bytes import by_share, saved_readings
+
+    rows = by_share(saved_readings(Path(arguments.folder)))
+    return rows, rows
 
 
 def stalled_offset(arguments: argparse.Namespace) -> Result:

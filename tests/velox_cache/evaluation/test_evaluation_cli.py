@@ -142,7 +142,7 @@ def test_compare_refuses_what_it_cannot_do(place, capsys, options, message):
         ("fidelity", ["--method", "h2o", "--budget", "24", "--scored", "8"], "h2o"),
         ("recency", ["--calibration", "calibration.npz", "--budget", "64", "--scored", "8"], "recent=56"),
         ("stalled-offset", ["--method", "l2norm", "--budget", "24", "--scored", "8"], "rows held"),
-        ("memory", ["--method", "streaming_llm", "--budget", "24"], "full cache"),
+        ("memory", ["--method", "streaming_llm", "--budget", "24", "--steps", "3"], "full cache"),
     ],
 )
 def test_each_measurement_runs_by_itself(place, capsys, kind, options, shown):

@@ -107,6 +107,13 @@ def test_memory_counts_what_a_cache_holds(tiny_model):
     assert full.peak_bytes >= full.held_bytes
 
 
+def test_memory_of_decoding_is_told_apart_from_that_of_blocks(tiny_model):
+    model = tiny_model()
+    used = memory_use(model, cache_maker(model, Arm("s", "streaming_llm", {"budget": 16})), TOKENS, 78, n_steps=2)
+    assert used.usage.tokens_seen == len(TOKENS)
+    assert used.held_bytes <= used.steps_peak_bytes < used.peak_bytes
+
+
 def test_perturbation_of_a_cache_that_keeps_everything_is_nothing():
     keys, values, queries, _ = planted_heads("paper_like", 40, seed=0)
     assert perturbation(streaming_llm(budget=64), keys, values, queries) == pytest.approx(0, abs=1e-6)
