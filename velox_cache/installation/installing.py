@@ -24,7 +24,7 @@ from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of
 from velox_cache.installation.own_masks import look_up_masks, take_masks_as_given
 from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.installation.quantised_rows import both_widths, check_reads_quantised_rows, tap_of
-from velox_cache.installation.shares import check_shares, shared_out
+from velox_cache.installation.shares import about_shares, check_shares, shared_out
 from velox_cache.installation.tapped import check_shows_queries
 from velox_cache.introspection.mlx_vlm_models import check_can_be_called_in_parts, check_takes_caches
 from velox_cache.introspection.plan import LayerPlan, plan_layers
@@ -46,7 +46,8 @@ class InstallReport:
     list, one entry per bounded layer, where layers differ. layers: one `LayerPlan` per entry of the prompt cache, with
     whether it is bounded, and why not. footprint: bytes before and now; None where rows do not say how large they are.
     calibration: of what, on what, and how well it predicts; None where none is used. left_out: which terms of a fusion
-    that nobody chose are left out on this model, and why; None where none is.
+    that nobody chose are left out on this model, and why; None where none is. shares: the rule by which the layers
+    share the budget, and what comes of it; None where none was asked for.
     """
 
     method: str
@@ -55,6 +56,7 @@ class InstallReport:
     footprint: Footprint | None = None
     calibration: str | None = None
     left_out: str | None = None
+    shares: str | None = None
 
     def __str__(self) -> str:
         bounded = [entry for entry in self.layers if entry.bounded]
@@ -63,7 +65,9 @@ class InstallReport:
         for reason in dict.fromkeys(entry.reason for entry in self.layers if not entry.bounded):
             skipped = [str(entry.layer) for entry in self.layers if entry.reason == reason]
             lines.append(f"  not bounded, layers {', '.join(skipped)}: {reason}")
-        lines += [f"  {fact}" for fact in (self.left_out, self.footprint, self.calibration) if fact is not None]
+        lines += [
+            f"  {fact}" for fact in (self.shares, self.left_out, self.footprint, self.calibration) if fact is not None
+        ]
         return "\n".join(lines)
 
 
@@ -196,6 +200,7 @@ def install(
         footprint(row_bytes(model), row_bytes(model, widths), methods),
         None if used is None else about(used),
         left_out,
+        None if shares is None else about_shares(shares, [each.settings["budget"] for each in methods.values()]),
     )
 
 

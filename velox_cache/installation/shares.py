@@ -1,6 +1,6 @@
 """`shares=` of `install`: one budget handed out to the layers by a rule that is named."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.nn as nn
@@ -59,3 +59,9 @@ def shared_out(
             'does, such as fusion or learned, or shares="pyramid"'
         )
     return calibrated_budgets(calibration, budget, method=method.label)
+
+
+def about_shares(shares: str, budgets: Sequence[int]) -> str:
+    """One line: the rule, and the budgets of the bounded layers."""
+    average = sum(budgets) / len(budgets)
+    return f"layers share the rows, {shares}: {min(budgets):,} to {max(budgets):,} each, {average:,.0f} on average"

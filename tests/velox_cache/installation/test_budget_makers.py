@@ -118,6 +118,7 @@ def test_install_takes_a_rule_by_its_name(
     assert sum(budgets) == 5 * 40
     assert len(set(budgets)) > 1
     assert report.settings["recent"] == [budget // 4 for budget in budgets]
+    assert f"layers share the rows, {shares}: {min(budgets)} to {max(budgets)} each, 40 on average" in str(report)
 
 
 @pytest.mark.parametrize(
