@@ -26,5 +26,5 @@ def test_the_documented_table_is_that_of_the_saved_readings() -> None:
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "saved-quantised", str(FOLDER)]) == 0
-    assert "keys 8" in capsys.readouterr().out
+    assert "1/16" in capsys.readouterr().out
     assert main(["eval", "saved-quantised", str(FOLDER.parent)]) != 0
