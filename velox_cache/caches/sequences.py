@@ -1,6 +1,7 @@
 """The sequences behind one cache: a method's record and what the host knows of each sequence, moved as one value."""
 
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,15 +79,16 @@ class Sequences:
 
     def padding_first(self, n_tokens: int) -> tuple[int, ...]:
         """How many of the next tokens are padding that comes before real ones, per sequence."""
-        return tuple(min(left, n_tokens) for left in self.padding) or (0,) * len(self.offsets)
+        return tuple(min(left, n_tokens) for left in self.padding) if self.padding else (0,) * len(self.offsets)
 
     def real_tokens(self, n_tokens: int) -> tuple[int, ...]:
         """How many of the next tokens are real, per sequence. Raises ValueError when one cannot count them."""
+        if self.lengths is None and not self.padding:
+            checks.countable(max(self.offsets, default=0), n_tokens)
+            return (n_tokens,) * len(self.offsets)
         room = [n_tokens - first for first in self.padding_first(n_tokens)]
-        if self.lengths is None:
-            real = tuple(room)
-        else:
-            real = tuple(min(max(left, 0), most) for left, most in zip(self.lengths, room, strict=True))
+        lengths = room if self.lengths is None else self.lengths
+        real = tuple(min(max(left, 0), most) for left, most in zip(lengths, room, strict=True))
         for offset, count in zip(self.offsets, real, strict=True):
             checks.countable(offset, count)
         return real
@@ -101,14 +103,12 @@ class Sequences:
 
     def advanced(self, record: Any, real: Sequence[int], n_tokens: int) -> "Sequences":
         """After an update that took in a block of `n_tokens`, `real` of them for each sequence."""
-        offsets = tuple(offset + count for offset, count in zip(self.offsets, real, strict=True))
-        lengths = self.lengths
-        if lengths is not None:
-            lengths = tuple(left - count for left, count in zip(lengths, real, strict=True))
+        after = replaced(self, record=record, offsets=tuple(map(operator.add, self.offsets, real)))
+        if self.lengths is None and not self.padding:
+            return after
+        lengths = None if self.lengths is None else tuple(map(operator.sub, self.lengths, real))
         padding = tuple(max(left - n_tokens, 0) for left in self.padding)
-        padding = padding if any(padding) else ()
-        after = replaced(self, record=record, offsets=offsets, lengths=lengths, padding=padding)
-        return after if lengths is None and not self.padding else _known_offsets(after)
+        return _known_offsets(replaced(after, lengths=lengths, padding=padding if any(padding) else ()))
 
     def with_store(self, store: Store) -> "Sequences":
         record: Any = self.record

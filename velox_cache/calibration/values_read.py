@@ -44,7 +44,8 @@ def check_values_read(method: Method, settings: Mapping[str, Any], model: nn.Mod
         return
     if merges:
         raise ValueError(
-            f"merge={merges} adds the value of a row that leaves to others, and {_CACHES_NONE}; leave it out"
+            f"{method.label} with merge={merges} adds the value of a row that leaves to others, and {_CACHES_NONE}; "
+            "leave merge out"
         )
     others = "+".join(name for name in terms if name not in by_value)
     what = f"{method.label} with the term {' and '.join(by_value)}" if by_value else method.label

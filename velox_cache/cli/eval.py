@@ -19,6 +19,7 @@ EXAMPLES = f"""examples:
   velox eval score-fits smollm2-135m --max-tokens 3072
   velox eval perplexity smollm2-135m --method qfilters --budget 256 --calibration calibration.npz
   velox eval recency smollm2-135m --method qfilters --budget 128 --calibration calibration.npz
+  velox eval stalled-offset smollm2-135m --method qfilters --budget 256 --calibration calibration.npz
   velox eval prefill --method qfilters --budget 512
   velox eval intervals smollm2-135m --method fusion --budget 512 --context 1024 --calibration calibration.npz
   velox eval agent-session smollm2-135m --method l2norm --budget 384 --set interval=128
@@ -26,6 +27,7 @@ EXAMPLES = f"""examples:
   velox eval memory smollm2-135m --method streaming_llm --budget 512 --kv-bits 4 --steps 32
   velox eval synthetic qfilters
   velox eval synthetic curdkv
+  velox eval synthetic solver
   velox eval synthetic bias
   velox eval curdkv smollm2-135m --budget 256 --context 768 --calibration calibration.npz
 
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind.add_argument(
                 "--share", type=float, metavar="X", help="recent part of the budget (default: that of install)"
             )
-        if name in ("perplexity", "fidelity", "recency", "curdkv", "intervals", "quantised"):
+        if name in ("perplexity", "fidelity", "recency", "curdkv", "intervals", "quantised", "stalled-offset"):
             kind.add_argument("--scored", type=int, default=96, metavar="N", help="tokens predicted (default: 96)")
         if name == "agent-session":
             kind.set_defaults(context=2000)
@@ -62,13 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind.add_argument("--snapshots", type=int, default=1, metavar="N", help="as for `velox serve` (default: 1)")
         if name == "attention":
             add_calibration_argument(kind, "what `velox calibrate` made", required=True)
-        if name in _SAVED:
-            kind.add_argument("folder", help=f"with {_SAVED[name]} files, as `velox eval` with --json writes them")
         if name == "score-fits":
             add_model_argument(kind)
             kind.add_argument(
                 "--max-tokens", type=int, default=3072, metavar="N", help="of the calibration text (default: 3072)"
             )
+        if name in _SAVED:
+            kind.add_argument("folder", help=f"with {_SAVED[name]} files, as `velox eval` with --json writes them")
         if name == "memory":
             kind.add_argument(
                 "--steps", type=int, default=0, metavar="N", help="last tokens, read one by one (default: none)"
@@ -107,6 +109,7 @@ _KINDS: Mapping[str, tuple[str, bool, bool]] = MappingProxyType(
         "perplexity": ("perplexity and fidelity of one method against the full cache, token by token", True, True),
         "fidelity": ("the same as perplexity: one reading gives both", True, True),
         "recency": ("how many recent rows to protect, at a budget", True, True),
+        "stalled-offset": ("what it costs when positions stop at the budget, an ablation", True, True),
         "prefill": ("prefill at once against chunks, of the cache alone: kept rows and time", False, True),
         "intervals": ("what eviction at intervals costs in quality, at equal peak rows (--budget)", True, True),
         "saved-intervals": ("the means of saved `velox eval intervals`, over all texts of each method", False, False),
@@ -133,6 +136,7 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
         "perplexity": eval_readings.reading,
         "fidelity": eval_readings.reading,
         "recency": eval_readings.recency,
+        "stalled-offset": eval_readings.stalled_offset,
         "prefill": eval_costs.prefill,
         "intervals": eval_readings.intervals,
         "saved-intervals": eval_readings.saved_intervals,

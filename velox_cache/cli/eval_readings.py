@@ -116,6 +116,28 @@ def saved_quantised(arguments: argparse.Namespace) -> Result:
     return rows, rows
 
 
+def stalled_offset(arguments: argparse.Namespace) -> Result:
+    from velox_cache import load_calibration
+    from velox_cache.evaluation.stalled_offset import stalled_offset
+    from velox_cache.harness.arms import cache_maker
+
+    arm = _arm(arguments)
+    model, tokenizer = load_model(arguments.model)
+    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
+    tokens = text_tokens(arguments, tokenizer, arguments.context + arguments.scored)
+    found = stalled_offset(model, tokens, cache_maker(model, arm, calibration), n_context=arguments.context)
+    rows: Records = [
+        {
+            "positions are": one.positions,
+            "perplexity": one.perplexity,
+            "KL to full": one.fidelity.kl_divergence,
+            "same next token": one.fidelity.agreement,
+        }
+        for one in found
+    ]
+    return rows, rows
+
+
 def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:
     from velox_cache import load_calibration
     from velox_cache.harness.arm_readings import read_arms

@@ -82,23 +82,24 @@ def block_dimensions(keys: mx.array, values: mx.array) -> None:
 def block_shapes(keys: mx.array, values: mx.array, batch: int, n_kv_heads: int, head_dim: int, value_dim: int) -> None:
     """ValueError unless keys [B,H,S,D] and values [B,H,S,D_v] fit each other and the state they join."""
     block_dimensions(keys, values)
-    if keys.shape[:3] != values.shape[:3]:
+    (*places, key_dim), (*others, dim) = keys.shape, values.shape
+    if places != others:
         raise ValueError(
             f"keys and values must agree in batch, heads and tokens, got {tuple(keys.shape)} and {tuple(values.shape)}"
         )
-    if keys.shape[2] == 0:
+    given, heads, n_tokens = places
+    if n_tokens == 0:
         raise ValueError("keys and values hold no token (S = 0); call update only with at least one token")
-    if keys.shape[0] != batch:
+    if given != batch:
         raise ValueError(
-            f"the batch size changed from {batch} to {keys.shape[0]} between calls; start a fresh state, or merge, "
+            f"the batch size changed from {batch} to {given} between calls; start a fresh state, or merge, "
             "extend, filter or extract the cache"
         )
-    if keys.shape[1] != n_kv_heads:
-        raise ValueError(f"this state was made for {n_kv_heads} KV heads, got keys with {keys.shape[1]}")
-    if keys.shape[3] != head_dim or values.shape[3] != value_dim:
+    if heads != n_kv_heads:
+        raise ValueError(f"this state was made for {n_kv_heads} KV heads, got keys with {heads}")
+    if (key_dim, dim) != (head_dim, value_dim):
         raise ValueError(
-            f"this state was made for head_dim {head_dim} and value_dim {value_dim}, got {keys.shape[3]} and "
-            f"{values.shape[3]}"
+            f"this state was made for head_dim {head_dim} and value_dim {value_dim}, got {key_dim} and {dim}"
         )
 
 

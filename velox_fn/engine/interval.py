@@ -195,7 +195,7 @@ def _landed(method: Eviction, state: Any, keys: mx.array, values: mx.array, vali
     real = _real_tokens(state.store.span, n_tokens, valid)
     _check_parts(state.store.span, n_tokens, real)
     due = state.store.span.due
-    state = _with_ranks(method, settled(method, state), keys, values, real)
+    state = _with_ranks(method, settled(method, state) if due else state, keys, values, real)
     if state.store.span.ragged or min(real) < n_tokens:
         store, view = slots.land_in_slots(state.store, keys, values, real)
     else:

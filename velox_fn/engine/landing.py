@@ -151,13 +151,11 @@ def append_unscored(store: Store, key: mx.array, value: mx.array) -> tuple[Store
 
 def written(target: Half, rows: Half, start: int) -> Half:
     """`target` with rows [B,H,S,...] in the places from `start` on."""
-    return each(lambda held, new: _written(held, new, start), target, rows)
-
-
-def _written(target: mx.array, rows: mx.array, start: int) -> mx.array:
-    written = mx.array(target)  # a second handle: the assignment below rebinds it and leaves `target` alone
-    written[:, :, start : start + rows.shape[2]] = rows
-    return written
+    if isinstance(target, tuple):
+        return tuple(written(held, new, start) for held, new in zip(target, rows, strict=True))
+    longer = mx.array(target)  # a second handle: the assignment below rebinds it and leaves `target` alone
+    longer[:, :, start : start + rows.shape[2]] = rows
+    return longer
 
 
 def joined(old: Half, new: Half, room: int) -> Half:
@@ -181,7 +179,8 @@ def settle(store: Store, n_tokens: int) -> Store:
     if store.filled <= store.limit or overwrites(store, n_tokens):
         return store
     rows = used_rows(store)
-    metal = store.metal and not store.widths.packed  # the kernel moves rows of one array
+    # The kernel moves rows of one array, and gives ties, which rows of a chunk are, to the lower position.
+    metal = store.metal and not store.widths.packed and store.chunk == 1
     if metal and not store.ordered:
         rows = in_temporal_order(rows)
     ranks = competing(store, rows.ranks, store.protected)

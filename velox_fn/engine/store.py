@@ -6,7 +6,7 @@ O(D) bytes, and a token that arrives is seen by its own query even when it is it
 shows the landing row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
@@ -143,7 +143,7 @@ def check_block(store: Store, keys: Half, values: Half, valid: mx.array | None) 
     if isinstance(keys, tuple) or isinstance(values, tuple):  # rows of this store's own, at a boundary
         return
     batch, n_kv_heads = store.ranks.shape[:2]
-    checks.block_shapes(keys, values, batch, n_kv_heads, store.head_dim, store.value_dim)
+    checks.block_shapes(keys, values, batch, n_kv_heads, *store.widths.dims(store.keys, store.values))
     # One dtype is given for both when a state begins: the first values may bring another.
     key_dtype, value_dtype = store.dtypes
     checks.block_dtypes(keys, values, key_dtype, value_dtype if store.filled else values.dtype)
@@ -217,10 +217,15 @@ def overwrites(store: Store, n_tokens: int) -> bool:
 
 def joined_pins(stores: Sequence[Store]) -> tuple[Ranges, ...]:
     """The pinned ranges of the sequences of all `stores` in turn."""
-    own = [ranges for store in stores for ranges in store.pinned or ((),) * store.offset.shape[0]]
-    return tuple(own) if any(own) else ()
+    return _if_any(ranges for store in stores for ranges in store.pinned or ((),) * store.offset.shape[0])
 
 
 def taken_pins(store: Store, sequences: Sequence[int]) -> tuple[Ranges, ...]:
     """The pinned ranges of these sequences."""
-    return tuple(store.pinned[b] for b in sequences) if store.pinned else ()
+    return _if_any(store.pinned[b] for b in sequences) if store.pinned else ()
+
+
+def _if_any(pinned: Iterable[Ranges]) -> tuple[Ranges, ...]:
+    """`pinned` as a store says it, which of none says nothing."""
+    own = tuple(pinned)
+    return own if any(own) else ()

@@ -7,8 +7,8 @@ at its own time, fused by sum or by maximum:
 
 When a token leaves the window its weights no longer count.
 
-Source: "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs" (arXiv:2503.00979), section
-3, and the authors' code.
+Source: "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs" (arXiv:2503.00979), the
+section on the method, whose number could not be checked, and the authors' code.
 
 Differs from the paper:
 
@@ -57,7 +57,7 @@ def morphkv(
 ) -> Eviction[MorphKVState]:
     """The MorphKV method: keep the rows that the last tokens look at.
 
-    Source: arXiv:2503.00979, section 3. Scores come from queries [B,H_q,S,D]; without them the keys stand in.
+    Source: arXiv:2503.00979. Scores come from queries [B,H_q,S,D]; without them the keys stand in.
 
     Args:
         budget: most rows kept for each KV head, sinks and the window included.

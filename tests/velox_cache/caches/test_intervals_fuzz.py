@@ -178,5 +178,5 @@ class IntervalMachine(RuleBasedStateMachine):
 def test_whatever_happens_to_a_cache_its_tokens_decide_what_it_keeps(name: str) -> None:
     machine = type(f"IntervalMachine_{name}", (IntervalMachine,), {"name": name})
     case = machine.TestCase
-    case.settings = settings(max_examples=25, stateful_step_count=10, deadline=None, print_blob=True)
+    case.settings = settings(max_examples=12, stateful_step_count=8, deadline=None, print_blob=True)
     case("runTest").runTest()

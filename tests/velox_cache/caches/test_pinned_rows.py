@@ -70,6 +70,15 @@ def test_copies_and_states_keep_what_is_pinned(interval: int, begun: int, tmp_pa
         assert kept(fed(twin, begun, 30)) == expected
 
 
+@intervals
+def test_a_sequence_that_leaves_a_batch_with_pins_is_saved_with_its_own(interval: int, tmp_path: Path) -> None:
+    batch = vc.EvictingKVCache.merge([cache_of(PINS[b], interval, 33 + b) for b in PINS])
+    vc.save_prompt_cache(tmp_path / "all.safetensors", [batch.extract(row) for row in PINS])
+    for b, loaded in enumerate(vc.load_prompt_cache(tmp_path / "all.safetensors")):
+        assert loaded.pinned == (tuple(PINS[b]),)
+        assert kept(fed(loaded, 33 + b, 10)) == kept(fed(batch.extract(b), 33 + b, 10))
+
+
 def test_a_state_whose_pins_contradict_each_other_is_refused() -> None:
     state = cache_of(PINS[0], 1, 20).state
     for bad in ([[[0, 90]]], [[[4, 4]]], [[], []], 7):

@@ -31,6 +31,7 @@ def test_a_planted_drift_is_measured():
     assert found.mean_projection[0] == pytest.approx(3, abs=0.1)
     assert found.top_energy[0] == pytest.approx((9 + 1) / (9 + 4), abs=0.02)
     assert found.leading_ratio[0] > 20
+    assert found.component_means[0] == pytest.approx([3, 0, 0, 0], abs=0.1)
 
 
 def test_queries_without_a_drift_are_spread_evenly():
@@ -47,6 +48,7 @@ def test_a_drift_that_turns_round_is_negative():
 def test_anisotropy_covers_every_query_head(tiny_model):
     found = anisotropy(tiny_model(), TOKENS, TOKENS)
     assert found.mean_projection.shape == found.top_energy.shape == (2 * 4,)
+    assert [means.shape for means in found.component_means] == [(8,), (8,)]
     assert found.positive_share == 1  # on the text that it was fitted to, by construction
 
 
