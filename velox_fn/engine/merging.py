@@ -106,7 +106,9 @@ def merging(method: Eviction, *, merge: int = 32, merge_seed: int = 0) -> Evicti
     ) -> MergingState:
         observed = observe_rows(state.store, queries, scale, valid, sinks)
         so_far = noted_at(state.mass[..., None], state.positions, observed.positions)[..., 0]
-        mass = so_far + attention_mass(observed)
+        first = state.store.offset - (queries.shape[2] if valid is None else valid)
+        was_there = observed.positions < first[:, None, None]  # not one that was taken back, at a new row's position
+        mass = so_far * was_there + attention_mass(observed)
         after = chooses.observe(_own(state), queries, scale, valid, sinks)
         # The landing row has left: no view shows it, and its value is merged now.
         store = without_landing_row(after.store) if after.store.filled > after.store.limit else after.store

@@ -8,6 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from velox_fn import METHODS, Eviction, at_intervals, h2o, kept_positions, kv, l2norm, merging, quantised, streaming_llm
+from velox_fn.engine import batch
+from velox_fn.engine.records import replaced
 from velox_fn.registry import BUILT_IN
 from velox_fn.testing import LAWS, Layer, block, fed
 from velox_fn.testing.trials import begun, bits, cut_out, positions
@@ -158,3 +160,12 @@ def test_rows_may_leave_in_chunks() -> None:
     plain, merged = (fed(make(**settings, merge=m), tokens, [8, 8, 8, 8, 1], proxy=False) for m in (0, 4))
     assert np.array_equal(positions(plain), positions(merged))
     assert not np.array_equal(bits(kv(plain)[1]), bits(kv(merged)[1]))
+
+
+def test_a_row_in_the_place_of_one_taken_back_begins_without_its_attention() -> None:
+    tokens, others, method = block(10, seed=1), block(10, seed=2), h2o_of(4)
+    after_prompt = fed(method, tokens, [7])
+    long, _ = method.update(after_prompt, *cut_out(tokens, 7, 3)[:2])
+    back = replaced(long, store=batch.trim(long.store, 3))
+    found, expected = (method.update(state, *cut_out(others, 7, 3)[:2])[0] for state in (back, after_prompt))
+    assert mx.array_equal(found.mass[:, :, 7:10], expected.mass[:, :, 7:10]).item()
