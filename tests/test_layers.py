@@ -141,6 +141,7 @@ ROOMS = {
     "introspection": set(),
     "known_methods": set(),
     "caches": {"file_checks", "known_methods"},
+    "compression": {"caches", "introspection"},
     "doctor": {"slow_blas", "caches"},
     "calibration": {"file_checks", "cache_folder", "progress", "slow_blas", "distributed", "introspection"},
     "installation": {"recommended", "known_methods", "caches", "introspection", "calibration"},
@@ -151,7 +152,7 @@ ROOMS = {
     "harness": {"known_methods", "file_checks", "caches", "introspection", "calibration", "installation"},
     "learning": {"file_checks", "calibration", "harness"},
     "evaluation": {"known_methods", "distributed", "caches", "introspection", "calibration", "installation", "harness"}
-    | {"file_checks", "serving"},
+    | {"file_checks", "serving", "compression"},
     "bench": {
         "recommended",
         "doctor",
@@ -162,7 +163,7 @@ ROOMS = {
         "calibration",
         "installation",
     },
-    "generation": {"installation", "harness"},
+    "generation": {"installation", "introspection", "harness"},
     "serve": {"serving", "installation", "introspection", "caches"},
 }
 ANYTHING = {"cli", "__main__", "__init__"}

@@ -12,6 +12,7 @@ from .compat.calibration_names import QFiltersCalibration, load_qfilters, save_q
 from .compat.config import KVCacheConfig
 from .compat.curdkv_cache import CurDKVKVCache
 from .compat.qfilters_cache import QFiltersKVCache
+from .compression.compress import compress
 from .generation import Generation, generate
 from .harness.summary import CacheSummary, LayerSummary, summary
 from .installation.budget_makers import pyramid_budgets, squeeze_budgets
@@ -41,6 +42,7 @@ __all__ = [
     "average_gqa_filters",
     "calibrate",
     "collect_query_activations",
+    "compress",
     "compute_qfilters",
     "generate",
     "import_published_filters",

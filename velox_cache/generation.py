@@ -1,18 +1,19 @@
 """One call from a prompt to a reply inside a bounded cache; what was read before the question may stand apart."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generate_step, stream_generate
+from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from velox_cache.harness.memory import CacheUsage, cache_usage
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.installation.installing import InstallReport, install, uninstall
+from velox_cache.introspection.read_context import read_context
 from velox_fn.engine.checks import whole_number
 
 _MARK = "<velox: here the question begins>"
@@ -88,13 +89,6 @@ def rows_of(budget: int | float | None, n_prompt: int) -> int | None:
             f"{budget!r}"
         )
     return max(1, round(budget * n_prompt))
-
-
-def read_context(model: nn.Module, tokens: Sequence[int], caches: list[Any]) -> None:
-    """Read tokens into caches, which evict before anything else is seen. Nothing for no tokens."""
-    if tokens:
-        for _ in generate_step(mx.array(list(tokens)), model, max_tokens=0, prompt_cache=caches):
-            pass
 
 
 def prompt_parts(

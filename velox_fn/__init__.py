@@ -18,6 +18,7 @@ from velox_fn.engine.dynamic import DynamicState, dynamic_eviction, dynamic_init
 from velox_fn.engine.eviction import Eviction, State, kept_bytes, kept_positions, kv
 from velox_fn.engine.fused_evict import fused_evict
 from velox_fn.engine.interval import at_intervals, interval_parts
+from velox_fn.engine.merging import merging
 from velox_fn.engine.pinned import pinned_state, pinning
 from velox_fn.engine.quantised import dequantised, quantised
 from velox_fn.engine.quantised_attention import attend
@@ -99,6 +100,7 @@ __all__ = [
     "lagkv",
     "learned",
     "leverage_scores",
+    "merging",
     "morphkv",
     "nestedkv",
     "observe_rows",

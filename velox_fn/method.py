@@ -11,12 +11,15 @@ from velox_fn.engine import checks
 from velox_fn.engine.chunks import chunked
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.merging import NO_MERGING, merging
 from velox_fn.engine.pinned import pinning
 from velox_fn.engine.quantised import NO_WIDTHS, quantised
 
 ROPES = (None, "to renumber", "when read", "always")
 PLACES = ("layer", "first_head")
-_OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType({"interval": 1, "pinned": (), "chunk": 1, **NO_WIDTHS})
+_OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType(
+    {"interval": 1, "pinned": (), "chunk": 1, **NO_MERGING, **NO_WIDTHS}
+)
 """Settings that are added to a factory that does not take them, with their defaults."""
 
 
@@ -127,9 +130,9 @@ class Method:
         return named
 
     def make(self, **arguments: Any) -> Eviction:
-        """The Eviction with these arguments. Those of every method (`interval`, `pinned`, `chunk`, `key_bits`,
-        `value_bits`, `group_size`) may be among them also where the factory does not take them, and `recent` for its
-        own name.
+        """The Eviction with these arguments. Those of every method (`interval`, `pinned`, `chunk`, `merge`,
+        `merge_seed`, `key_bits`, `value_bits`, `group_size`) may be among them also where the factory does not take
+        them, and `recent` for its own name.
 
         Raises:
             ValueError: as the factory does; or what it returns cannot be made anew from its name and settings, as
@@ -141,6 +144,8 @@ class Method:
             for name, default in _OF_EVERY_METHOD.items()
             if name not in self.defaults
         }
+        if added.get("merge") and "interval" in self.defaults:  # values are merged call by call, within intervals
+            added["interval"], arguments["interval"] = arguments.get("interval", self.defaults["interval"]), 1
         made = self.factory(**arguments)
         if not isinstance(made, Eviction):
             raise ValueError(f"the factory of {self.label} must return an Eviction, got {type(made).__name__}")
@@ -151,6 +156,8 @@ class Method:
             )
         if "pinned" in added:
             made = pinning(made, added["pinned"])
+        if "merge" in added:
+            made = merging(made, merge=added["merge"], merge_seed=added.get("merge_seed", 0))
         if "interval" in added:
             made = at_intervals(made, added["interval"])
         if "chunk" in added:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from runs import PROMPT, evicting, installed, rows_of, run
-from tiny_models import LATENT, model_of
+from tiny_models import LATENT, LATENT_TWICE, model_of
 
 import velox_cache as vc
 from velox_cache.calibration.predicted_attention import true_mean_attention
@@ -194,6 +194,19 @@ def test_the_models_queries_are_refused_at_intervals(architecture: str) -> None:
         vc.install(model_of(architecture), "h2o", budget=64, interval=16)
     with installed(architecture, "h2o", budget=64, interval=16, queries="proxy") as model:
         run(model, (16, 1, 11))
+
+
+@pytest.mark.parametrize("name", LATENT_TWICE)
+def test_two_attentions_of_a_layer_are_not_calibrated_as_one(name: str) -> None:
+    model = model_of(name)
+    with pytest.raises(ValueError, match=r"several attentions with a cache each.*take a method that needs none"):
+        vc.install(model, budget=12, tokenizer=Letters())
+    with pytest.raises(ValueError, match="several attentions with a cache each"):
+        vc.calibrate(model, Letters(), [TEXT], progress=False)
+    with installed(name, "h2o", budget=12, grace=2) as bounded:
+        _, caches = run(bounded, (17, 1, 10))
+    assert {(cache.size(), cache.offset) for cache in evicting(caches)} == {(12, 28)}
+    assert len(evicting(caches)) == 2 * len(model.layers)
 
 
 def test_filters_of_other_heads_are_refused(architecture: str) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from runs import BOUNDED, evicting, installed, rows_of, run
-from tiny_models import LATENT, model_of
+from tiny_models import LATENT, LATENT_TWICE, model_of
 
 import velox_cache as vc
 from velox_fn import kv
@@ -17,7 +17,7 @@ from velox_fn.engine import select
 CALLS = (17, 1, 10)
 REFUSED = ("gemma2", "plamo2")  # attention by hand
 # Attention over arrays made of what the cache returned: cast, tiled once per query head, or made of its latents.
-OVER_OTHERS = (*LATENT, "plamo", "stablelm")
+OVER_OTHERS = (*LATENT, *LATENT_TWICE, "plamo", "stablelm")
 SHOWN = tuple(name for name in BOUNDED if name not in REFUSED)
 
 

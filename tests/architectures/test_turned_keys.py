@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
-from tiny_models import RUNNING, model_of
+from tiny_models import LATENT_TWICE, RUNNING, model_of
 
 from velox_cache.introspection.plan import plain_caches, plan_layers
 from velox_cache.introspection.query_tap import flat_caches
@@ -22,7 +22,16 @@ REFUSED = {
     "nanochat": "pairs that turn backwards",
     "talkie": "pairs that turn backwards",
 }
-VALUES_TURN = ("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "glm4_moe_lite", "kimi_k25", "kimi_vl", "mistral4")
+VALUES_TURN = (
+    "bailing_hybrid",
+    "bailing_moe_v3",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_k25",
+    "kimi_vl",
+    "mistral4",
+    *LATENT_TWICE,
+)
 ALONE = ("ministral3",)  # queries grow with the position: only a token that sees itself alone is the same everywhere
 ON_TRAILING_DIMENSIONS = ("deepseek_v2", "minicpm3", "youtu_llm")
 

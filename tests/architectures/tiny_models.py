@@ -27,9 +27,17 @@ CANNOT_BATCH = {
     "gpt_bigcode": "Only length-1 arrays",
     "llama4": "does not yet support batching",
 }
-# Their recurrent state, or the layers that read another's rows, take in the padding of a ragged batch, so a plain batch
-# differs from each prompt alone.
-BATCH_WRONGLY = ("afm7", "baichuan_m1", "bailing_moe_linear", "jamba", "nemotron_h", "olmo_hybrid")
+# Their recurrent state, their memory of the last tokens, or the layers that read another's rows, take in the padding of
+# a ragged batch, so a plain batch differs from each prompt alone.
+BATCH_WRONGLY = (
+    "afm7",
+    "baichuan_m1",
+    "bailing_moe_linear",
+    "jamba",
+    "longcat_flash_ngram",
+    "nemotron_h",
+    "olmo_hybrid",
+)
 
 # Latent attention: what is cached is a latent and its rotary part, one row for all heads.
 LATENT = (
@@ -43,6 +51,8 @@ LATENT = (
     "kimi_vl",
     "mistral4",
 )
+# Two of them in each layer, with a cache each, of which a calibration cannot tell one from the other.
+LATENT_TWICE = ("longcat_flash", "longcat_flash_ngram")
 
 
 @cache

@@ -19,7 +19,6 @@ from velox_fn.engine.eviction import Eviction, State
 from velox_fn.engine.half import Half
 from velox_fn.engine.interval import interval_parts
 from velox_fn.engine.pinned import Pinned
-from velox_fn.engine.quantised_attention import quantised_attention
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
 from velox_fn.engine.store import Ranges
@@ -90,28 +89,6 @@ class EvictingKVCache:
         Reading `state` lets go of the view. While nothing was evicted it can be had again; afterwards ValueError.
         """
         return self._held.every_row() if self._view is None else self._view
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: Half,
-        values: Half,
-        scale: float,
-        mask: mx.array | str | None = None,
-        sinks: mx.array | None = None,
-        **others: Any,
-    ) -> mx.array:
-        """Attention over a view that shows quantised rows, in place of mlx_lm's, which knows one width and no sinks.
-
-        The query tap calls it. Raises ValueError for any other argument that is not None.
-        """
-        given = [name for name, value in others.items() if value is not None]
-        if given:
-            raise ValueError(
-                f"this model's attention takes {', '.join(map(repr, given))}, which attention over quantised rows does "
-                "not know; install without key_bits and value_bits"
-            )
-        return quantised_attention(self._held.widths, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
     @property
     def bits(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from velox_cache.caches.masks import mask_of_next
+from velox_cache.caches.packed_rows import shown
 from velox_cache.caches.padding import padding_last
 from velox_cache.caches.sequences import Sequences, extracted, merged, selected
 from velox_cache.caches.state import same_method
@@ -96,7 +97,7 @@ class Held:
         else:
             record, view = self.method.update(record, keys, values, valid=valid)
         rows = self.rows.advanced(record, real, n_tokens)
-        return replaced(self, rows=rows, past=past.advanced(real), waiting=waiting), view
+        return replaced(self, rows=rows, past=past.advanced(real), waiting=waiting), shown(view, self.widths)
 
     def observed(self, queries: Queries, scale: float, sinks: mx.array | None, others: Mapping[str, Any]) -> "Held":
         """With the block that waits scored by its queries. ValueError for `others`, terms of a softmax not ours."""
@@ -136,7 +137,7 @@ class Held:
                 "were evicted; read it between update_and_fetch and that"
             )
         store = self.rows.store
-        return cut(store.keys, 0, store.filled), cut(store.values, 0, store.filled)
+        return shown((cut(store.keys, 0, store.filled), cut(store.values, 0, store.filled)), self.widths)
 
     def _begun(self, keys: mx.array, values: mx.array) -> Any:
         record = self.method.init(keys.shape[0], keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)

@@ -36,11 +36,17 @@ def why_left_out(method: Method, terms: str) -> str:
 
 
 def check_values_read(method: Method, settings: Mapping[str, Any], model: nn.Module) -> None:
-    """ValueError when the method scores a row by its value and the model's rows have none."""
+    """ValueError when the method scores a row by its value, or merges values, and the model's rows have none."""
     terms = term_names({**method.defaults, **settings}["terms"]) if method.fuses else ()
     by_value = [name for name in terms if _weighs_values(name)]
-    if not (method.reads_values or by_value) or not caches_latents(model):
+    merges = settings.get("merge", 0)
+    if not (method.reads_values or by_value or merges) or not caches_latents(model):
         return
+    if merges:
+        raise ValueError(
+            f"{method.label} with merge={merges} adds the value of a row that leaves to others, and {_CACHES_NONE}; "
+            "leave merge out"
+        )
     others = "+".join(name for name in terms if name not in by_value)
     what = f"{method.label} with the term {' and '.join(by_value)}" if by_value else method.label
     remedy = (

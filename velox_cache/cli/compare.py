@@ -97,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     from velox_cache.evaluation.markdown import to_markdown
     from velox_cache.evaluation.questions import TASKS
     from velox_cache.evaluation.text_kinds import KINDS
+    from velox_cache.evaluation.windows import windows_note
     from velox_cache.harness.arms import FULL
     from velox_cache.models.fetch import default_cache_dir
     from velox_cache.progress import told_progress
@@ -149,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         "environment": report.environment(),
     }
     against = arguments.against if any(one.arm.label == arguments.against for one in contenders) else None
-    tables = to_markdown(rows, FULL.label, against)
+    tables = f"{to_markdown(rows, FULL.label, against)}\n{windows_note(contenders)}\n"
     (folder / "results.json").write_text(report.to_json(rows, about))
     (folder / "results.md").write_text(tables)
     if not arguments.no_figures:

@@ -19,13 +19,15 @@ EXAMPLES = f"""examples:
   velox eval score-fits smollm2-135m --max-tokens 3072
   velox eval perplexity smollm2-135m --method qfilters --budget 256 --calibration calibration.npz
   velox eval recency smollm2-135m --method qfilters --budget 128 --calibration calibration.npz
+  velox eval stalled-offset smollm2-135m --method qfilters --budget 256 --calibration calibration.npz
   velox eval prefill --method qfilters --budget 512
   velox eval intervals smollm2-135m --method fusion --budget 512 --context 1024 --calibration calibration.npz
   velox eval agent-session smollm2-135m --method l2norm --budget 384 --set interval=128
   velox eval quantised smollm2-135m --method l2norm --context 1024
-  velox eval memory smollm2-135m --method streaming_llm --budget 512 --kv-bits 4
+  velox eval memory smollm2-135m --method streaming_llm --budget 512 --kv-bits 4 --steps 32
   velox eval synthetic qfilters
   velox eval synthetic curdkv
+  velox eval synthetic solver
   velox eval synthetic bias
   velox eval curdkv smollm2-135m --budget 256 --context 768 --calibration calibration.npz
 
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind.add_argument(
                 "--share", type=float, metavar="X", help="recent part of the budget (default: that of install)"
             )
-        if name in ("perplexity", "fidelity", "recency", "curdkv", "intervals", "quantised"):
+        if name in ("perplexity", "fidelity", "recency", "curdkv", "intervals", "quantised", "stalled-offset"):
             kind.add_argument("--scored", type=int, default=96, metavar="N", help="tokens predicted (default: 96)")
         if name == "agent-session":
             kind.set_defaults(context=2000)
@@ -67,9 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             kind.add_argument(
                 "--max-tokens", type=int, default=3072, metavar="N", help="of the calibration text (default: 3072)"
             )
-        if name == "saved-intervals":
+        if name in _SAVED:
+            kind.add_argument("folder", help=f"with {_SAVED[name]} files, as `velox eval` with --json writes them")
+        if name == "memory":
             kind.add_argument(
-                "folder", help="with METHOD-TEXT.json files, as `velox eval intervals --json` writes them"
+                "--steps", type=int, default=0, metavar="N", help="last tokens, read one by one (default: none)"
             )
         if name == "synthetic":
             kind.add_argument("subject", choices=tuple(SYNTHETIC), help="which method's made-up data")
@@ -105,6 +109,7 @@ _KINDS: Mapping[str, tuple[str, bool, bool]] = MappingProxyType(
         "perplexity": ("perplexity and fidelity of one method against the full cache, token by token", True, True),
         "fidelity": ("the same as perplexity: one reading gives both", True, True),
         "recency": ("how many recent rows to protect, at a budget", True, True),
+        "stalled-offset": ("what it costs when positions stop at the budget, an ablation", True, True),
         "prefill": ("prefill at once against chunks, of the cache alone: kept rows and time", False, True),
         "intervals": ("what eviction at intervals costs in quality, at equal peak rows (--budget)", True, True),
         "saved-intervals": ("the means of saved `velox eval intervals`, over all texts of each method", False, False),
@@ -114,12 +119,15 @@ _KINDS: Mapping[str, tuple[str, bool, bool]] = MappingProxyType(
             True,
         ),
         "quantised": ("rows of several widths, at equal bytes", True, True),
+        "saved-quantised": ("the means of saved `velox eval quantised`, over all texts", False, False),
         "memory": ("bytes and peak memory against the full cache", True, True),
         "curdkv": ("CurDKV's variants next to Q-Filters and H2O: true queries or keys, blocks or tokens", True, False),
         "synthetic": ("made-up keys of known geometry; needs no model", False, False),
     }
 )
 """Summary, whether it takes a model, whether it takes a method."""
+_SAVED: Mapping[str, str] = MappingProxyType({"saved-intervals": "METHOD-TEXT.json", "saved-quantised": "TEXT.json"})
+"""What the folder holds, of the measurements that read one."""
 _RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
     {
         "anisotropy": eval_queries.anisotropy,
@@ -128,11 +136,13 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
         "perplexity": eval_readings.reading,
         "fidelity": eval_readings.reading,
         "recency": eval_readings.recency,
+        "stalled-offset": eval_readings.stalled_offset,
         "prefill": eval_costs.prefill,
         "intervals": eval_readings.intervals,
         "saved-intervals": eval_readings.saved_intervals,
         "agent-session": eval_costs.agent_session,
         "quantised": eval_readings.quantised,
+        "saved-quantised": eval_readings.saved_quantised,
         "memory": eval_costs.memory,
         "curdkv": eval_readings.curdkv,
         "synthetic": _synthetic,

@@ -60,7 +60,7 @@ def memory(arguments: argparse.Namespace) -> Result:
     for name in ("full cache", arguments.method):
         if name == arguments.method:
             install_method(model, arguments)
-        used = memory_use(model, lambda: make_prompt_cache(model), tokens, 256)
+        used = memory_use(model, lambda: make_prompt_cache(model), tokens, 256, n_steps=arguments.steps)
         uninstall(model)
         rows.append(
             {
@@ -69,6 +69,7 @@ def memory(arguments: argparse.Namespace) -> Result:
                 "kept KV MiB": used.usage.kept_bytes / 2**20,
                 "held MiB": used.held_bytes / 2**20,
                 "MLX peak above the weights, MiB": used.peak_bytes / 2**20,
+                "in the steps, MiB": used.steps_peak_bytes / 2**20,
             }
         )
     return rows, rows

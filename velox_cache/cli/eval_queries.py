@@ -20,8 +20,12 @@ def anisotropy(arguments: argparse.Namespace) -> Result:
         "positive mean projection": found.positive_share,
         "leading component / others, median": float(_median(found.leading_ratio)),
         "energy of the leading component": float(found.top_energy.mean()),
+        "mean on components 1 / 2 / 3 / 4": _over_layers([means[:4] for means in found.component_means]),
+        "on the others": _over_layers([means[4:].mean(keepdims=True) for means in found.component_means]),
     }
-    return [{name: array.tolist() for name, array in vars(found).items()} | row], [row]
+    numbers = {name: getattr(found, name).tolist() for name in ("mean_projection", "leading_ratio", "top_energy")}
+    numbers["component_means"] = [means.tolist() for means in found.component_means]
+    return [numbers | row], [row]
 
 
 def attention(arguments: argparse.Namespace) -> Result:
@@ -51,6 +55,10 @@ def score_fits(arguments: argparse.Namespace) -> Result:
         row[f"{one.choice.ridge:g}"] = f"{one.per_head.mean():.3f}{mark}"
     records = [vars(one.choice) | {"per_head": one.per_head.tolist(), "chosen": one.chosen} for one in found]
     return records, list(shown.values())
+
+
+def _over_layers(means: list[Any]) -> str:
+    return " / ".join(f"{sum(layer) / len(means):.3g}" for layer in zip(*means, strict=True))
 
 
 def _median(values: Any) -> Any:

@@ -85,10 +85,8 @@ def saved_intervals(arguments: argparse.Namespace) -> Result:
 
 
 def quantised(arguments: argparse.Namespace) -> Result:
-    import numpy as np
-
     from velox_cache import load_calibration
-    from velox_cache.evaluation.equal_bytes import SHARES, WIDTHS, read_at_equal_bytes
+    from velox_cache.evaluation.equal_bytes import by_share, read_at_equal_bytes
     from velox_cache.harness.texts import passages, text_named
 
     settings = method_settings(arguments)
@@ -108,23 +106,36 @@ def quantised(arguments: argparse.Namespace) -> Result:
         calibration=calibration,
         group_size=group_size,
     )
-    rows: Records = []
-    for share in SHARES:
-        for widths in WIDTHS:
-            those = [one for one in found if (one.share, one.widths) == (share, widths)]
-            rows.append(
-                {
-                    "bytes of the full cache": f"1/{round(1 / share)}",
-                    "rows stored": widths,
-                    "rows": those[0].budget,
-                    "kept MiB": those[0].kept_bytes / 2**20,
-                    "KL to full": float(np.mean([one.kl_divergence for one in those])),
-                    "perplexity": float(np.exp(np.mean(np.log([one.perplexity for one in those])))),
-                    "same next token": float(np.mean([one.agreement for one in those])),
-                    "MiB read in a step": those[0].step_bytes / 2**20,
-                }
-            )
-    return [vars(one) for one in found], rows
+    return [vars(one) for one in found], by_share(found)
+
+
+def saved_quantised(arguments: argparse.Namespace) -> Result:
+    from velox_cache.evaluation.equal_bytes import by_share, saved_readings
+
+    rows = by_share(saved_readings(Path(arguments.folder)))
+    return rows, rows
+
+
+def stalled_offset(arguments: argparse.Namespace) -> Result:
+    from velox_cache import load_calibration
+    from velox_cache.evaluation.stalled_offset import stalled_offset
+    from velox_cache.harness.arms import cache_maker
+
+    arm = _arm(arguments)
+    model, tokenizer = load_model(arguments.model)
+    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
+    tokens = text_tokens(arguments, tokenizer, arguments.context + arguments.scored)
+    found = stalled_offset(model, tokens, cache_maker(model, arm, calibration), n_context=arguments.context)
+    rows: Records = [
+        {
+            "positions are": one.positions,
+            "perplexity": one.perplexity,
+            "KL to full": one.fidelity.kl_divergence,
+            "same next token": one.fidelity.agreement,
+        }
+        for one in found
+    ]
+    return rows, rows
 
 
 def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:

@@ -50,6 +50,15 @@ def _bias() -> Result:
     return rows, rows
 
 
+def _solver() -> Result:
+    import dataclasses
+
+    from velox_cache.evaluation.synthetic_solver import synthetic_solver
+
+    rows = [dataclasses.asdict(one) for one in synthetic_solver()]
+    return rows, rows
+
+
 SYNTHETIC: Mapping[str, Callable[[], Result]] = MappingProxyType(
-    {"qfilters": _qfilters, "curdkv": _curdkv, "bias": _bias}
+    {"qfilters": _qfilters, "curdkv": _curdkv, "bias": _bias, "solver": _solver}
 )

@@ -14,6 +14,7 @@ from velox_cache.cli.method_arguments import (
     add_method_arguments,
     check_method_arguments,
     install_method,
+    method_settings,
 )
 from velox_cache.cli.model_argument import (
     add_model_argument,
@@ -22,6 +23,7 @@ from velox_cache.cli.model_argument import (
     load_model,
     model_id,
 )
+from velox_cache.cli.prompt_cache_argument import add_prompt_cache_argument, stored_caches
 from velox_cache.cli.stdin import text_from_stdin
 from velox_cache.file_checks import file_text
 
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="text that the prompt is about, read and evicted from before the prompt is seen",
     )
+    add_prompt_cache_argument(parser)
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="stop after N tokens (default: 256)")
     parser.add_argument(
         "--temp", type=float, default=0.0, metavar="T", help="sampling temperature (default: 0, greedy)"
@@ -77,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     context = file_text(arguments.context) if arguments.context else None
     check_method_arguments(arguments, share=True)
+    if arguments.prompt_cache and (context is not None or method_settings(arguments) or arguments.calibration):
+        raise ValueError("--prompt-cache brings its text, method and settings; leave --context and those out")
 
     import mlx.core as mx
     from mlx_lm import stream_generate
@@ -86,27 +91,34 @@ def run(arguments: argparse.Namespace) -> int:
 
     from velox_cache.cli.progress import prefill_progress
     from velox_cache.distributed.collectives import agreed_seed, barrier, world
-    from velox_cache.generation import prompt_parts, read_context
+    from velox_cache.generation import prompt_parts
     from velox_cache.harness.memory import cache_usage
+    from velox_cache.introspection.read_context import read_context
 
     model, tokenizer = load_model(arguments.model, arguments.shard)
     group = world()
-    read_first, tokens = prompt_parts(tokenizer, prompt, context, arguments.chat)
-    report = install_method(
-        model,
-        arguments,
-        tokenizer=tokenizer,
-        name=model_id(arguments.model),
-        n_prompt=len(read_first) + len(tokens),
-    )
-    if report is not None and not all(entry.bounded for entry in report.layers):
-        print(report, file=sys.stderr)
+    if arguments.prompt_cache:
+        if group is not None:
+            raise ValueError("--prompt-cache holds the rows of a whole model; leave mlx.launch out")
+        caches = stored_caches(arguments.prompt_cache, model, model_id(arguments.model))
+        _, tokens = prompt_parts(tokenizer, prompt, "", arguments.chat)
+    else:
+        read_first, tokens = prompt_parts(tokenizer, prompt, context, arguments.chat)
+        report = install_method(
+            model,
+            arguments,
+            tokenizer=tokenizer,
+            name=model_id(arguments.model),
+            n_prompt=len(read_first) + len(tokens),
+        )
+        if report is not None and not all(entry.bounded for entry in report.layers):
+            print(report, file=sys.stderr)
+        caches = make_prompt_cache(model)
+        read_context(model, read_first, caches)
     if arguments.seed is not None:
         mx.random.seed(arguments.seed)
     elif group is not None:
         mx.random.seed(agreed_seed(group))  # each rank samples for itself
-    caches = make_prompt_cache(model)
-    read_context(model, read_first, caches)
     with prefill_progress() as on_prefill:
         for response in stream_generate(
             model,

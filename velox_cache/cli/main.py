@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "demo": "start here: fetch a small model, calibrate it, compare caches side by side",
         "generate": "generate text inside a bounded cache",
+        "compress": "read a text once, keep what repeating it needs most, and write the prompt cache to a file",
         "advise": "say which budget fits a model, a memory and a context",
         "serve": "run mlx_lm's OpenAI-compatible server with bounded caches",
         "calibrate": "calibrate a model on any text: directions and statistics for each KV head",

@@ -1,6 +1,6 @@
 """Whether a model's queries drift along one direction per head: the premise of Q-Filters.
 
-Source: arXiv:2503.02812, section 3.1 and figure 2.
+Source: arXiv:2503.02812, section 3.1 and figure 2; `component_means` is its panel c.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,13 @@ from velox_fn.engine.records import arrays
 
 @dataclass(frozen=True, eq=False)
 class Anisotropy:
-    """Per query head, all layers with a plain KV cache in order, float64 [heads]."""
+    """All layers with a plain KV cache in order, float64; per query head [heads] unless said."""
 
     mean_projection: np.ndarray[Any, Any]  # of held-out queries on the sign-fixed leading vector of the first ones
     leading_ratio: np.ndarray[Any, Any]  # |mean projection| of held-out queries on it / mean over the other components
     top_energy: np.ndarray[Any, Any]  # share of the squared norm of the queries in the leading component, 0 to 1
+    component_means: tuple[np.ndarray[Any, Any], ...]  # per layer [D]: |mean projection| of held-out queries on each
+    # component, the leading one first, mean over the layer's heads; layers may differ in D
 
     @property
     def positive_share(self) -> float:
@@ -43,7 +45,10 @@ def anisotropy(
     fitted, seen = (_query_grams(model, text, prefill_step_size) for text in (tokens, held_out))
     parts = [head_anisotropy(fitted[layer], seen[layer]) for layer in sorted(fitted)]
     return Anisotropy(
-        *(np.concatenate([getattr(part, name) for part in parts]) for name in Anisotropy.__dataclass_fields__)
+        np.concatenate([part.mean_projection for part in parts]),
+        np.concatenate([part.leading_ratio for part in parts]),
+        np.concatenate([part.top_energy for part in parts]),
+        tuple(means for part in parts for means in part.component_means),
     )
 
 
@@ -54,11 +59,12 @@ def head_anisotropy(fitted: QueryGram, held_out: QueryGram) -> Anisotropy:
     energies, vectors = np.linalg.eigh(gram)  # ascending; vectors in columns
     signs = np.sign((vectors[..., -1] * mean).sum(-1))
     projections = np.einsum("hd,hdk->hk", held_out_mean, vectors)
-    others = np.abs(projections[:, :-1]).mean(-1)
+    sizes = np.abs(projections)[:, ::-1]
     return Anisotropy(
         signs * projections[:, -1],
-        np.abs(projections[:, -1]) / np.maximum(others, np.finfo(np.float64).tiny),
+        sizes[:, 0] / np.maximum(sizes[:, 1:].mean(-1), np.finfo(np.float64).tiny),
         energies[:, -1] / energies.sum(-1),
+        (sizes.mean(0),),
     )
 
 

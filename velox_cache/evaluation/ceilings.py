@@ -2,8 +2,7 @@
 
 `oracle` knows what comes: a row scores by the attention that the full cache's queries will give it, in the continuation
 and in all questions, times the size of its value, which is what it adds to the output. `repeat` is KVzip's score
-(arXiv:2505.23416): the most attention that a row gets while the model is asked to repeat the context. Differs from the
-paper: the softmax goes over all rows, not those of the chunk that is repeated.
+(`compression.repeating`): the most attention that a row gets while the model is asked to repeat the context.
 """
 
 import dataclasses
@@ -16,8 +15,10 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.compression.repeating import repeat_scores
 from velox_cache.evaluation.contexts import Context
 from velox_cache.harness.shared_prefill import SharedPrefill
+from velox_cache.introspection.attention_over import attention_over
 from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill
 from velox_cache.introspection.plan import make_caches, plan_layers
 from velox_fn.engine.eviction import Eviction
@@ -27,8 +28,6 @@ from velox_fn.engine.static import Params, StaticState, per_row, static_eviction
 Scores = Mapping[int, mx.array]
 """By layer, float32 [H,N]: how much each row of the context is worth."""
 
-_CHUNK = 256
-
 
 def oracle(model: nn.Module, tokenizer: TokenizerWrapper, context: Context, rows: SharedPrefill) -> Scores:
     """Attention from all that follows, times the size of the value, summed."""
@@ -37,43 +36,21 @@ def oracle(model: nn.Module, tokenizer: TokenizerWrapper, context: Context, rows
     for tokens in futures:
         for call in _read(model, tokens, rows):
             sizes = mx.linalg.norm(call.values[0, :, : rows.n_tokens].astype(mx.float32), axis=-1)
-            found = attention_over(call, rows.n_tokens).sum(axis=(1, 2)) * sizes
+            found = attention_over(call, mx.arange(rows.n_tokens)).sum(axis=(1, 2)) * sizes
             total[call.layer] = total.get(call.layer, mx.zeros_like(found)) + found
         mx.eval(total)
     return total
 
 
 def repeat(model: nn.Module, tokenizer: TokenizerWrapper, context: Context, rows: SharedPrefill) -> Scores:
-    """The most attention while the context is repeated, chunk by chunk."""
-    best: dict[int, mx.array] = {}
-    request = tokenizer.encode("\n\nRepeat the previous context exactly.\n\n", add_special_tokens=False)
-    for at in range(0, len(context.tokens), _CHUNK):
-        for call in _read(model, [*request, *context.tokens[at : at + _CHUNK]], rows):
-            found = attention_over(call, rows.n_tokens).max(axis=(1, 2))
-            best[call.layer] = mx.maximum(best.get(call.layer, mx.zeros_like(found)), found)
-        mx.eval(best)
-    return best
+    """The most attention while the context is repeated."""
+    return repeat_scores(model, tokenizer, rows.caches, context.tokens)
 
 
 CEILINGS: Mapping[str, Callable[[nn.Module, TokenizerWrapper, Context, SharedPrefill], Scores]] = MappingProxyType(
     {"oracle": oracle, "repeat": repeat}
 )
 """By name."""
-
-
-def attention_over(call: LayerQueries, n_rows: int) -> mx.array:
-    """Softmax weights float32 [H,G,S,n_rows] of a block's queries on the first rows, G query heads per KV head.
-
-    The block's own rows, which stand last, take their part of the softmax and are left out.
-    """
-    keys = call.keys[0].astype(mx.float32)
-    n_kv_heads, n_seen = keys.shape[:2]
-    n_tokens = call.queries.shape[2]
-    queries = call.queries[0].astype(mx.float32).reshape(n_kv_heads, -1, keys.shape[-1])  # one product per KV head
-    logits = ((queries * call.scale) @ keys.swapaxes(-1, -2)).reshape(n_kv_heads, -1, n_tokens, n_seen)
-    at_query = mx.arange(n_seen - n_tokens, n_seen)[:, None]
-    weights = mx.softmax(mx.where(mx.arange(n_seen) <= at_query, logits, -mx.inf), axis=-1)
-    return weights[..., :n_rows]
 
 
 def caches_by_scores(model: nn.Module, scores: Scores, *, budget: int, recent: int) -> list[Any]:
@@ -100,9 +77,6 @@ def _ceiling(scores: mx.array, budget: int, recent: int) -> Eviction:
 
 def _read(model: nn.Module, tokens: Sequence[int], rows: SharedPrefill) -> list[LayerQueries]:
     (calls,) = observed_prefill(model, tokens, len(tokens), caches=rows.own_caches())
-    terms = sorted({name for call in calls for name in call.terms})
-    if terms:
-        raise ValueError(f"ceilings do not know what {', '.join(terms)} adds to this model's softmax; leave them out")
     return calls
 
 

@@ -1,17 +1,21 @@
 """Rows at several widths, at equal bytes: what fewer rows as they came and more quantised ones make of a passage."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
+from velox_cache.evaluation.paired import ratio
 from velox_cache.harness.arm_readings import read_arms
 from velox_cache.harness.arms import FULL, Arm, cache_maker
-from velox_cache.harness.memory import cache_usage
+from velox_cache.harness.memory import CacheUsage, cache_usage
 from velox_cache.harness.shared_prefill import shared_prefill
 
 WIDTHS: Mapping[str, tuple[int | None, int | None]] = MappingProxyType(
@@ -26,12 +30,12 @@ class EqualBytesReading:
     """One width at one number of bytes on one passage, against the full cache."""
 
     widths: str  # of `WIDTHS`
-    share: float  # of the full cache's bytes at the passage's end
+    share: float  # of the full cache's bytes at the passage's end, in bounded layers
     passage: int
     budget: int  # rows, of which the bytes are at most that share
     row_bytes: float  # of one token's row in all bounded layers
-    kept_bytes: int  # after the passage
-    full_bytes: int  # of the full cache then
+    kept_bytes: int  # in these layers, after the passage
+    full_bytes: int  # of the full cache, in these layers then
     step_bytes: int  # of keys and values that a step over budget reads
     perplexity: float
     full_perplexity: float
@@ -55,8 +59,9 @@ def read_at_equal_bytes(
     """Read each passage under `method` in as many rows of each width as have the same bytes.
 
     The context is read at once and evicted from, the rest goes in token by token. Bytes are those of keys and values
-    as they are stored, scales and biases included; what a method holds beside its rows, such as filters, is not counted
-    into `budget`. Raises ValueError as `install` does, also where a share leaves too few rows.
+    as they are stored in the layers that are bounded, scales and biases included; what a method holds beside its rows,
+    such as filters, is not counted into `budget`. Raises ValueError as `install` does, also where a share leaves too
+    few rows.
 
     dtype: that rows come in. The model computes in its own, since a CPU has no fast 16-bit products.
     """
@@ -84,8 +89,8 @@ def read_at_equal_bytes(
                     number,
                     budget,
                     row_bytes[name],
-                    reading.usage.kept_bytes,
-                    full.usage.kept_bytes,
+                    _in_bounded_layers(reading.usage),
+                    _in_bounded_layers(full.usage),
                     int((budget + 1) * row_bytes[name]),  # the landing row is read too
                     reading.perplexity,
                     full.perplexity,
@@ -94,6 +99,41 @@ def read_at_equal_bytes(
                 )
             )
     return found
+
+
+def by_share(found: Sequence[EqualBytesReading]) -> list[dict[str, Any]]:
+    """One row for each share and width: the means over the passages, next to rows as they came, of as many bytes."""
+    rows: list[dict[str, Any]] = []
+    for share in sorted({one.share for one in found}, reverse=True):
+        plain = [one.kl_divergence for one in found if (one.share, one.widths) == (share, "as they came")]
+        for widths in WIDTHS:
+            those = [one for one in found if (one.share, one.widths) == (share, widths)]
+            divergences = [one.kl_divergence for one in those]
+            rows.append(
+                {
+                    "bytes of the full cache": f"1/{round(1 / share)}",
+                    "rows stored": widths,
+                    "rows": those[0].budget,
+                    "kept MiB": those[0].kept_bytes / 2**20,
+                    "KL to full": float(np.mean(divergences)),
+                    "of as they came": ratio(divergences, plain).text(),
+                    "perplexity": float(np.exp(np.mean(np.log([one.perplexity for one in those])))),
+                    "same next token": float(np.mean([one.agreement for one in those])),
+                    "MiB read in a step": those[0].step_bytes / 2**20,
+                }
+            )
+    return rows
+
+
+def saved_readings(folder: Path) -> list[EqualBytesReading]:
+    """The readings saved in `folder` as TEXT.json, of one model under one method, all texts together.
+
+    Raises ValueError when there are none.
+    """
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise ValueError(f"{folder} holds no TEXT.json, as `velox eval quantised --json` writes them")
+    return [EqualBytesReading(**one) for file in files for one in json.loads(file.read_text())]
 
 
 def _widths(pair: tuple[int | None, int | None], group_size: int) -> dict[str, Any]:
@@ -112,5 +152,12 @@ def _row_bytes(
 ) -> float:
     """Bytes of one token in all bounded layers: counted in caches that have seen a few, at two lengths."""
     make = cache_maker(model, Arm("", method, {**(settings or {}), **widths, "budget": 64}), calibration)
-    sizes = [cache_usage(shared_prefill(model, list(range(n))).in_dtype(dtype).into(make())).kept_bytes for n in (2, 4)]
+    sizes = [
+        _in_bounded_layers(cache_usage(shared_prefill(model, list(range(n))).in_dtype(dtype).into(make())))
+        for n in (2, 4)
+    ]
     return (sizes[1] - sizes[0]) / 2
+
+
+def _in_bounded_layers(usage: CacheUsage) -> int:
+    return usage.kept_bytes - usage.elsewhere_bytes

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, black for the full cache and the ceilings.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#F0E442")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#F0E442")
 _MARKERS = "osD^vPX*<>p"
 _LINE = 48  # characters of a title that fit above one panel
 
@@ -98,8 +98,8 @@ def _style(arm: str, i: int) -> dict[str, Any]:
     if arm in CEILINGS:
         return {"color": "black", "linestyle": ":" if arm == "oracle" else "-."}
     return {
-        "color": _COLOURS[i % len(_COLOURS)],
+        "color": COLOURS[i % len(COLOURS)],
         "marker": _MARKERS[i % len(_MARKERS)],
         "markersize": 4,
-        "linestyle": "-" if i < len(_COLOURS) else "--",
+        "linestyle": "-" if i < len(COLOURS) else "--",
     }

@@ -19,6 +19,7 @@ class CacheUsage:
     rows_kept: int  # most of any layer that could be bounded
     kept_bytes: int  # of kept rows in all layers, and what methods hold beside them
     full_bytes: int  # of the rows of every token seen, where layers are bounded; the same as kept_bytes elsewhere
+    elsewhere_bytes: int = 0  # of both, what is held where layers bound themselves
 
     @property
     def compression(self) -> float:
@@ -34,7 +35,8 @@ def cache_usage(prompt_cache: Sequence[Any]) -> CacheUsage:
     found = summary(prompt_cache)
     tokens_seen = max((entry.tokens or 0 for entry in found.layers), default=0)
     rows_kept = max((entry.rows or 0 for entry in found.layers), default=0)
-    return CacheUsage(tokens_seen, rows_kept, found.kept_bytes, found.full_bytes)
+    elsewhere = sum(entry.kept_bytes for entry in found.layers if entry.rows is None)
+    return CacheUsage(tokens_seen, rows_kept, found.kept_bytes, found.full_bytes, elsewhere)
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,26 @@ class MemoryUse:
     usage: CacheUsage
     held_bytes: int  # of all arrays in the caches, rows set aside included
     peak_bytes: int  # most that MLX held at once while the tokens were read, above what it held before
+    steps_peak_bytes: int  # the same while the last ones were read one by one
 
 
-def memory_use(model: nn.Module, make_cache: Callable[[], list[Any]], tokens: Sequence[int], step: int) -> MemoryUse:
-    """Read `tokens` in blocks of `step`, from fresh caches, and say what they took."""
+def memory_use(
+    model: nn.Module, make_cache: Callable[[], list[Any]], tokens: Sequence[int], step: int, *, n_steps: int = 0
+) -> MemoryUse:
+    """Read `tokens` in blocks of `step`, the last `n_steps` one by one, from fresh caches, and say what they took."""
     caches = make_cache()
     mx.synchronize()
     mx.clear_cache()
     before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    with observe_queries(model):
-        for at in range(0, len(tokens), step):
-            model(mx.array([list(tokens[at : at + step])]), cache=caches)
+
+    def peak(start: int, stop: int, step: int) -> int:
+        mx.reset_peak_memory()
+        for at in range(start, stop, step):
+            model(mx.array([list(tokens[at : min(at + step, stop)])]), cache=caches)
             mx.eval([cache.state for cache in caches])
-    return MemoryUse(cache_usage(caches), summary(caches).held_bytes, mx.get_peak_memory() - before)
+        return mx.get_peak_memory() - before
+
+    n_in_blocks = len(tokens) - n_steps
+    with observe_queries(model):
+        peaks = peak(0, n_in_blocks, step), peak(n_in_blocks, len(tokens), 1)
+    return MemoryUse(cache_usage(caches), summary(caches).held_bytes, max(peaks), peaks[1])

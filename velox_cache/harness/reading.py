@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,13 +28,15 @@ def read_passage(
     n_context: int,
     block_size: int = 1,
     prefill_step_size: int = 512,
+    caches: Sequence[Any] | None = None,
     advance: Callable[[int], object] = lambda n_tokens: None,
 ) -> Reading:
     """Read `tokens` and keep the distributions of all after the first `n_context`.
 
-    The caches are those that mlx_lm would make: evicting ones when they are installed on the model. The context goes in
-    as mlx_lm's prefill does it, in blocks of `prefill_step_size`. The passage goes in in blocks of `block_size`: 1 is
-    decoding. A larger block is faster. Its tokens see one another and all that was kept before it, so less is lost.
+    caches: empty ones; None for those that mlx_lm would make, which are evicting ones when they are installed on the
+    model. The context goes in as mlx_lm's prefill does it, in blocks of `prefill_step_size`. The passage goes in in
+    blocks of `block_size`: 1 is decoding. A larger block is faster. Its tokens see one another and all that was kept
+    before it, so less is lost.
     `advance` is called with the tokens done.
 
     Holds N x V float32 numbers. Raises ValueError unless 1 <= n_context < len(tokens).
@@ -44,7 +47,7 @@ def read_passage(
         raise ValueError(
             f"n_context must be at least 1 and leave tokens to predict, got {n_context} for {len(tokens)} tokens"
         )
-    caches = make_prompt_cache(model)
+    caches = make_prompt_cache(model) if caches is None else list(caches)
     start = n_context - 1  # the last token of the context predicts the first of the passage
     for at in range(0, start, prefill_step_size):
         block = list(tokens[at : min(at + prefill_step_size, start)])

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.cache_kinds import is_list, with_parts
-from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill, viewed, viewed_caches
+from velox_cache.introspection.observed_prefill import LayerQueries, forked_caches, observed_prefill, viewed_caches
 from velox_cache.introspection.query_tap import flat_caches
 
 _ROWS, _QUERIES = "rows.safetensors", "queries.safetensors"
@@ -74,7 +74,7 @@ class SharedPrefill:
 
     def own_caches(self) -> list[Any]:
         """Copies of the model's own caches that go on by themselves, for `observed_prefill` too."""
-        return [with_parts(copy.deepcopy(cache), viewed) for cache in self.caches]
+        return forked_caches(self.caches)
 
     def save(self, folder: Path) -> None:
         """Write everything to a new folder, which appears whole or not at all."""

@@ -10,6 +10,7 @@ from velox_cache.calibration.artifact import Calibration, load_calibration
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.made_once import check_weights, found_calibration, made_calibration
 from velox_cache.installation.layer_arguments import calibrated_params
+from velox_cache.introspection.plan import check_one_attention_a_layer
 from velox_fn.method import Method
 
 GivenCalibration = str | os.PathLike[str] | Calibration
@@ -48,7 +49,7 @@ def calibration_of(
     layer: one that is bounded, of this process's part.
 
     Raises ValueError when what is given is no calibration, or one of other weights, and when a method needs one, none
-    is found, and there is no tokenizer to make it with.
+    is found, and there is no tokenizer to make it with, or none can be made of this model.
     """
     if given is not None:
         calibration = loaded(given)
@@ -56,6 +57,7 @@ def calibration_of(
         return calibration
     if calibrate is False or not wants_calibration(method):
         return None
+    check_one_attention_a_layer(model)
     found = found_calibration(model)
     if found is not None and _serves(found, method, settings, layer):
         return found

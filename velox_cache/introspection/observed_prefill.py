@@ -1,5 +1,6 @@
 """Run tokens through a model and see the queries that read each of its plain KV caches."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 
 from velox_cache.introspection.cache_kinds import is_list, is_plain, with_parts
 from velox_cache.introspection.latents import latent_attentions, over_latents
-from velox_cache.introspection.plan import plain_caches
+from velox_cache.introspection.plan import check_one_attention_a_layer, plain_caches
 from velox_cache.introspection.probing import left_as_it_was
 from velox_cache.introspection.query_tap import ObservedAttention, flat_caches, observe_queries
 
@@ -38,6 +39,11 @@ def viewed_caches(model: nn.Module) -> list[Any]:
     return [with_parts(cache, viewed) for cache in plain_caches(model)]
 
 
+def forked_caches(caches: Sequence[Any]) -> list[Any]:
+    """Copies of filled caches, the plain ones such as `observed_prefill` goes on with; arrays are shared."""
+    return [with_parts(copy.deepcopy(cache), viewed) for cache in caches]
+
+
 def observed_prefill(
     model: nn.Module, tokens: Sequence[int], prefill_step_size: int = 512, *, caches: Sequence[Any] | None = None
 ) -> Iterator[list[LayerQueries]]:
@@ -49,10 +55,11 @@ def observed_prefill(
     stand in the place of keys, with the rotary part of their logits as a term. Arrays are lazy; logits are never
     computed.
 
-    `caches`, made by `viewed_caches`, are filled on the way, for a caller who goes on with them.
+    `caches`, made by `viewed_caches` or `forked_caches`, are filled on the way, for a caller who goes on with them.
 
-    Raises ValueError when the model computes attention without mlx_lm's function.
+    Raises ValueError when the model computes attention without mlx_lm's function, or a layer has several attentions.
     """
+    check_one_attention_a_layer(model)
     caches = viewed_caches(model) if caches is None else caches
     layer_of = {id(cache): layer for layer, entry in enumerate(caches) for cache in flat_caches([entry])}
     attention_of = _latent_attention_of(model, caches)

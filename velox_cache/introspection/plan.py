@@ -23,6 +23,11 @@ LATENT_ATTENTION = (
     "that weigh values are refused, and fusion leaves its term of values out"
 )
 
+_SEVERAL_OVER_LATENTS = (
+    "full attention over latents (MLA), several times in a layer, with a cache each: methods that need a calibration, "
+    "which knows one attention of a layer, and methods that weigh values are refused"
+)
+
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -44,7 +49,18 @@ def plan_layers(model: nn.Module) -> tuple[LayerPlan, ...]:
     """What `install` would do, entry by entry of the model's prompt cache."""
     caches = plain_caches(model)
     refusal, full = _refusal(model, caches), LATENT_ATTENTION if caches_latents(model) else FULL_ATTENTION
+    if _has_several_attentions(model, caches):
+        full = _SEVERAL_OVER_LATENTS
     return tuple(_plan(layer, cache, refusal, full) for layer, cache in enumerate(caches))
+
+
+def check_one_attention_a_layer(model: nn.Module) -> None:
+    """ValueError where queries of two attentions would be taken for those of one: a layer has several."""
+    if _has_several_attentions(model, plain_caches(model)):
+        raise ValueError(
+            "a layer of this model has several attentions with a cache each, and a calibration knows one of a layer: "
+            "take a method that needs none, such as h2o, keydiff or streaming_llm"
+        )
 
 
 def make_caches(model: nn.Module, plan: Sequence[LayerPlan], make_cache: Callable[[int], Any]) -> list[Any]:
@@ -87,19 +103,23 @@ def _why_not(cache: Any) -> str:
     )
 
 
+def _has_several_attentions(model: nn.Module, caches: Sequence[Any]) -> bool:
+    """Whether entries have a plain cache for each of several attentions (longcat), which do not mirror each other."""
+    n_plain = _plain_in_each(caches)
+    return max(n_plain, default=0) > 1 and len(latent_attentions(model)) == sum(n_plain)
+
+
+def _plain_in_each(caches: Sequence[Any]) -> list[int]:
+    return [sum(map(is_plain, parts(cache))) for cache in caches]
+
+
 def _refusal(model: nn.Module, caches: Sequence[Any]) -> str | None:
     """Why no full-attention layer of this model can be bounded rightly, if that is so.
 
     It is all of them or none: a model builds one mask for its full-attention layers from one of their caches.
     """
     modules = list(model.modules())
-    n_plain = [sum(map(is_plain, parts(cache))) for cache in caches]
-    if max(n_plain, default=0) > 1:
-        if len(latent_attentions(model)) == sum(n_plain):
-            return (
-                "a layer has several attentions with a cache each, and calibrations, budgets and layouts know one "
-                "cache of a layer"
-            )
+    if max(_plain_in_each(caches), default=0) > 1 and not _has_several_attentions(model, caches):
         return (
             "a layer has several caches whose rows mirror each other (an indexer that picks rows of the other by their "
             "place); evicting from each by itself would break the match"

@@ -113,8 +113,8 @@ def observe_queries(
 ) -> Iterator[QueryTap]:
     """Observe the queries of `model`'s attention inside a `with` block.
 
-    A cache that has a method `attend(queries, keys, values, scale, mask, ...)` does the attention itself over a view of
-    its own that shows quantised rows.
+    Keys or values that have a method `attend(queries, keys, values, scale, mask, ...)`, as quantised rows of our caches
+    do, do the attention themselves, also in a layer that reads another's rows and passes no cache.
     Each attention call of the model is reported twice, once it ran: to its cache, when that has a method
     `observe_queries(output, queries, keys, values, scale, **terms)`, whose result (the output, perhaps tied to new
     state with `mx.depends`) takes the output's place; and to `callback`, as an `ObservedAttention`. `terms` are, by
@@ -180,8 +180,7 @@ class _TappedAttention:
         # mlx_lm's attention over a quantised cache scales its queries in place; observers get them as they came.
         seen = mx.stop_gradient(queries) if hasattr(cache, "bits") else queries
         taps = self.taps
-        quantised = isinstance(keys, tuple) or isinstance(values, tuple)
-        attend = getattr(cache, "attend", None) if taps and quantised else None
+        attend = next((half.attend for half in (keys, values) if hasattr(half, "attend")), None) if taps else None
         if attend is None:
             output = self.attention(queries, keys, values, cache, scale, *rest, **options)
         else:

@@ -180,7 +180,8 @@ def settle(store: Store, n_tokens: int) -> Store:
     if store.filled <= store.limit or overwrites(store, n_tokens):
         return store
     rows = used_rows(store)
-    metal = store.metal and not store.widths.packed  # the kernel moves rows of one array
+    # The kernel moves rows of one array, and gives ties, which rows of a chunk are, to the lower position.
+    metal = store.metal and not store.widths.packed and store.chunk == 1
     if metal and not store.ordered:
         rows = in_temporal_order(rows)
     ranks = competing(store, rows.ranks, store.protected)

@@ -52,7 +52,7 @@ def quantised(
     widths = widths_of(key_bits, value_bits, group_size)
     if not widths.packed:
         return method
-    _check(method)
+    _check(method, widths)
 
     def init(
         batch: int, n_kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: mx.Dtype = mx.float32
@@ -116,7 +116,12 @@ def _begun(method: Eviction, store: Store, widths: Widths) -> Store:
     return replaced(begun, span=replaced(store.span, ranks=(mx.full(shape, select.PADDING),)))
 
 
-def _check(method: Eviction) -> None:
+def _check(method: Eviction, widths: Widths) -> None:
+    if widths.value_bits is not None and method.settings.get("merge"):
+        raise ValueError(
+            f"merge={method.settings['merge']} adds to stored values, and the bits of a quantised row do not change "
+            "after it came; leave value_bits out (key_bits alone can stay), or merge"
+        )
     if method.shown is not None:
         raise ValueError(
             "renumber=True turns the stored keys anew for every view, which quantised ones do not allow without being "

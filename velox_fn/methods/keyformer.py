@@ -8,7 +8,7 @@ noise g perturbs and a temperature tau flattens:
 The temperature goes from `tau_init` to `tau_end` in `rise` equal steps, one for each row that has left.
 
 Source: "Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative Inference"
-(arXiv:2403.09054), section 3.
+(arXiv:2403.09054), the section on the method, whose number could not be checked.
 
 Differs from the paper:
 
@@ -51,7 +51,7 @@ def keyformer(
 ) -> Eviction[DynamicState]:
     """The Keyformer method: keep the rows that perturbed attention has looked at most.
 
-    Source: arXiv:2403.09054, section 3. Scores come from queries [B,H_q,S,D]; without them the keys stand in.
+    Source: arXiv:2403.09054. Scores come from queries [B,H_q,S,D]; without them the keys stand in.
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

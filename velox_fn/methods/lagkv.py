@@ -9,7 +9,7 @@ and its score is the sum of both. A score is there once the next partition is fu
 protected: the last 2 lag - 1 tokens. So the kept set does not depend on how tokens are split into calls.
 
 Source: "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important" (arXiv:2504.04704), the
-section on the method, and the authors' code.
+section on the method, whose number could not be checked, and the authors' code.
 
 Differs from the paper:
 

@@ -7,8 +7,8 @@ at its own time, fused by sum or by maximum:
 
 When a token leaves the window its weights no longer count.
 
-Source: "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs" (arXiv:2503.00979), section
-3, and the authors' code.
+Source: "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs" (arXiv:2503.00979), the
+section on the method, whose number could not be checked, and the authors' code.
 
 Differs from the paper:
 
@@ -28,6 +28,7 @@ from velox_fn.engine.attention import Queries, attention_weights, observe_rows
 from velox_fn.engine.dynamic import dynamic_eviction, rescore
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
+from velox_fn.engine.noted import noted_at, with_room
 from velox_fn.engine.observation_window import last_queries
 from velox_fn.engine.pinned import Pinned, pinning
 from velox_fn.engine.records import record
@@ -56,7 +57,7 @@ def morphkv(
 ) -> Eviction[MorphKVState]:
     """The MorphKV method: keep the rows that the last tokens look at.
 
-    Source: arXiv:2503.00979, section 3. Scores come from queries [B,H_q,S,D]; without them the keys stand in.
+    Source: arXiv:2503.00979. Scores come from queries [B,H_q,S,D]; without them the keys stand in.
 
     Args:
         budget: most rows kept for each KV head, sinks and the window included.
@@ -107,20 +108,13 @@ def morphkv(
         column = last.query_positions[..., None] % obs_window == mx.arange(obs_window)
         column = (column & (last.query_positions >= 0)[..., None])[:, None]  # [B,1,S',obs_window]
         new = of_heads.swapaxes(-1, -2) @ column.astype(mx.float32)
-        old = _at(state.weights, state.positions, observed.positions)
+        old = noted_at(state.weights, state.positions, observed.positions)
         weights = mx.where(column.any(2)[:, :, None], new, old)
         store = rescore(state.store, observed, fused(weights, axis=-1))
         after = select.rank_positions(used_rows(store).ranks)
-        room = [(0, 0), (0, 0), (0, budget + 1 - after.shape[2])]
-        kept = mx.pad(after, room, constant_values=-1)
-        return dataclasses.replace(state, store=store, weights=_at(weights, observed.positions, kept), positions=kept)
+        kept = with_room(after, budget + 1, -1)
+        weights = noted_at(weights, observed.positions, kept)
+        return dataclasses.replace(state, store=store, weights=weights, positions=kept)
 
     settings = {"budget": budget, "n_sink": n_sink, "obs_window": obs_window, "fuse": fuse}
     return at_intervals(pinning(dynamic_eviction("morphkv", init, observe, settings), pinned), interval)
-
-
-def _at(weights: mx.array, held: mx.array, wanted: mx.array) -> mx.array:
-    """Weights [B,H,m,W] of rows at positions `wanted` int32 [B,H,m], of those [B,H,n,W] at `held` [B,H,n]; else 0."""
-    same = (wanted[..., None] == held[:, :, None]) & (wanted >= 0)[..., None]
-    found = mx.take_along_axis(weights, mx.argmax(same, axis=-1)[..., None], axis=2)
-    return mx.where(same.any(-1, keepdims=True), found, 0.0)

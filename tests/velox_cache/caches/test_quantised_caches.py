@@ -12,6 +12,7 @@ from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 import velox_cache as vc
+from velox_cache.architectures import tiny as architectures
 from velox_fn import kept_positions, kv, quantised
 from velox_fn.methods.l2norm import l2norm
 
@@ -56,6 +57,15 @@ def test_attention_equals_that_over_the_rows_read_back(
     tiny_model: Callable[..., nn.Module], model_type: str, widths: dict[str, Any]
 ) -> None:
     model = tiny_model(model_type, **WIDE, hidden_size=128)
+    check_reads_as_read_back(model, widths)
+
+
+@pytest.mark.parametrize("widths", [MIXED, {"bits": 4, "group_size": 32}], ids=["8/4", "4"])
+def test_so_it_does_in_layers_that_read_the_rows_of_others(widths: dict[str, Any]) -> None:
+    check_reads_as_read_back(architectures.tiny_model("gemma4_text", **WIDE, global_head_dim=32), widths)
+
+
+def check_reads_as_read_back(model: nn.Module, widths: dict[str, Any]) -> None:
     vc.install(model, "l2norm", budget=24, **widths)
     caches = make_prompt_cache(model)
     read_back = [
@@ -240,3 +250,14 @@ def test_a_model_that_casts_what_its_caches_return_is_refused(tiny_model: Callab
     model = tiny_model("stablelm", hidden_size=128)
     with pytest.raises(ValueError, match="'stablelm' does something with the keys and values"):
         vc.install(model, "l2norm", budget=24, bits=4, group_size=32)
+
+
+def test_a_model_that_does_not_run_here_is_not_refused_for_its_rows(model: nn.Module) -> None:
+    class Broken(nn.Module):
+        def __call__(self, hidden: mx.array) -> mx.array:
+            raise RuntimeError("no such kernel on this machine")
+
+    model.model.layers[0].mlp = Broken()
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        vc.install(model, "l2norm", budget=24, bits=4, group_size=32)
+    assert type(make_prompt_cache(model)[0]) is not vc.EvictingKVCache

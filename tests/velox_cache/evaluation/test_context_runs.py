@@ -7,7 +7,7 @@ from letters import Letters
 from mlx_lm.models.cache import make_prompt_cache
 
 from velox_cache.caches.evicting import EvictingKVCache
-from velox_cache.evaluation.ceilings import attention_over, caches_by_scores
+from velox_cache.evaluation.ceilings import caches_by_scores
 from velox_cache.evaluation.compare import Contender
 from velox_cache.evaluation.context_runs import (
     ReadContext,
@@ -23,6 +23,7 @@ from velox_cache.evaluation.context_runs import (
 from velox_cache.evaluation.contexts import AskedQuestion, Context
 from velox_cache.harness.arms import FULL, Arm, cache_maker
 from velox_cache.harness.shared_prefill import shared_prefill
+from velox_cache.introspection.attention_over import attention_over
 from velox_cache.introspection.observed_prefill import LayerQueries
 from velox_cache.introspection.query_tap import observe_queries
 from velox_fn.engine.eviction import kept_positions
@@ -158,7 +159,7 @@ def test_future_attention_is_the_softmax_over_all_rows():
     keys, values = (rng.normal(size=(1, 2, 12, 8)).astype(np.float32) for _ in range(2))
     queries = rng.normal(size=(1, 4, 3, 8)).astype(np.float32)
     call = LayerQueries(0, mx.array(queries), mx.array(keys), mx.array(values), 0.5)
-    found = np.array(attention_over(call, 9))
+    found = np.array(attention_over(call, mx.arange(9)))
     for head in range(4):
         for s in range(3):
             logits = 0.5 * queries[0, head, s].astype(np.float64) @ keys[0, head // 2, : 9 + s + 1].T

@@ -65,6 +65,15 @@ def test_windows_are_equal_whatever_a_method_calls_them(place):
     assert windows == [25] * 5
 
 
+def test_the_tables_say_which_arms_have_another_window(place):
+    methods = "qfilters,h2o:grace=5,tova,streaming_llm,snapkv"
+    out = compare(place, "--methods", methods, "--shares", "1/4,1/8", "--no-figures", "--kinds", "code")
+    assert (out / "results.md").read_text().splitlines()[-1] == (
+        "Latest rows that always stay, of each budget: 1/4 in qfilters, snapkv, oracle; 1/20 in h2o:grace=5; "
+        "by its own rule in tova, streaming_llm."
+    )
+
+
 def test_compare_takes_a_fusion_with_its_terms_and_its_combination(place):
     methods = "fusion,fusion:combine=max:terms=projection+key_norm"
     out = compare(place, "--methods", methods, "--shares", "1/4", "--kinds", "code", "--no-figures")
@@ -132,7 +141,8 @@ def test_compare_refuses_what_it_cannot_do(place, capsys, options, message):
         ("perplexity", ["--method", "l2norm", "--budget", "24", "--scored", "8"], "24"),
         ("fidelity", ["--method", "h2o", "--budget", "24", "--scored", "8"], "h2o"),
         ("recency", ["--calibration", "calibration.npz", "--budget", "64", "--scored", "8"], "recent=56"),
-        ("memory", ["--method", "streaming_llm", "--budget", "24"], "full cache"),
+        ("stalled-offset", ["--method", "l2norm", "--budget", "24", "--scored", "8"], "rows held"),
+        ("memory", ["--method", "streaming_llm", "--budget", "24", "--steps", "3"], "full cache"),
     ],
 )
 def test_each_measurement_runs_by_itself(place, capsys, kind, options, shown):

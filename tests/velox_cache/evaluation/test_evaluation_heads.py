@@ -31,6 +31,7 @@ def test_a_planted_drift_is_measured():
     assert found.mean_projection[0] == pytest.approx(3, abs=0.1)
     assert found.top_energy[0] == pytest.approx((9 + 1) / (9 + 4), abs=0.02)
     assert found.leading_ratio[0] > 20
+    assert found.component_means[0] == pytest.approx([3, 0, 0, 0], abs=0.1)
 
 
 def test_queries_without_a_drift_are_spread_evenly():
@@ -47,6 +48,7 @@ def test_a_drift_that_turns_round_is_negative():
 def test_anisotropy_covers_every_query_head(tiny_model):
     found = anisotropy(tiny_model(), TOKENS, TOKENS)
     assert found.mean_projection.shape == found.top_energy.shape == (2 * 4,)
+    assert [means.shape for means in found.component_means] == [(8,), (8,)]
     assert found.positive_share == 1  # on the text that it was fitted to, by construction
 
 
@@ -103,6 +105,13 @@ def test_memory_counts_what_a_cache_holds(tiny_model):
     assert bounded.held_bytes < full.held_bytes
     assert full.held_bytes >= full.usage.full_bytes
     assert full.peak_bytes >= full.held_bytes
+
+
+def test_memory_of_decoding_is_told_apart_from_that_of_blocks(tiny_model):
+    model = tiny_model()
+    used = memory_use(model, cache_maker(model, Arm("s", "streaming_llm", {"budget": 16})), TOKENS, 78, n_steps=2)
+    assert used.usage.tokens_seen == len(TOKENS)
+    assert used.held_bytes <= used.steps_peak_bytes < used.peak_bytes
 
 
 def test_perturbation_of_a_cache_that_keeps_everything_is_nothing():

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from velox_fn import chunked, curdkv, l2norm, snapkv
+from velox_fn import chunked, curdkv, kept_positions, l2norm, snapkv
 from velox_fn.engine import select
 from velox_fn.registry import method_named
+from velox_fn.testing import Layer, block, fed
 
 
 def expected(scores, positions, offset, *, budget, n_sink, recent, chunk):
@@ -69,6 +70,14 @@ def test_rows_that_leave_one_by_one_are_no_chunk():
 def test_a_chunk_that_is_no_whole_number_is_refused(chunk):
     with pytest.raises(ValueError, match="chunk must be"):
         chunked(curdkv(budget=64, interval=32), chunk)
+
+
+def test_quantised_rows_stay_in_the_same_chunks():
+    settings = {"budget": 16, "interval": 8, "chunk": 3}
+    tokens = block(60, layer=Layer(head_dim=32, value_dim=32))
+    plain = fed(method_named("l2norm").make(**settings), tokens, [8] * 7 + [4])
+    small = fed(method_named("l2norm").make(**settings, key_bits=8, value_bits=4, group_size=32), tokens, [8] * 7 + [4])
+    np.testing.assert_array_equal(np.array(kept_positions(plain)), np.array(kept_positions(small)))
 
 
 def test_a_chunk_of_one_position_is_the_method_itself():
