@@ -113,7 +113,7 @@ class IntervalMachine(RuleBasedStateMachine):
     def trim(self, n_tokens: int) -> None:
         [text] = self.texts
         n_tokens = min(n_tokens, len(text))
-        target, since = len(text) - n_tokens, len(text) - max(len(text) - 1, 0) // self.interval * self.interval
+        target, since = len(text) - n_tokens, len(text) % self.interval
         [reached] = self.reached
         held = [b for b in reached if b - self.interval <= target <= b]
         try:
