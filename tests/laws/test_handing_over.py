@@ -134,6 +134,7 @@ def test_within_the_budget_any_method_goes_on_with_all_rows() -> None:
         (keydiff(budget=BUDGET), "gathers"),
         (cur(budget=BUDGET), "gathers"),
         (qfilters(budget=BUDGET, calib_tokens=6), "calibrated arrays"),
+        (qfilters(budget=BUDGET), "calibrated arrays"),
     ],
 )
 def test_what_cannot_go_on_is_refused(method: Eviction, reason: str) -> None:

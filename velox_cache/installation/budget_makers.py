@@ -47,8 +47,8 @@ def pyramid_budgets(model: nn.Module, budget: int, *, beta: float = 20, window: 
         ValueError: a number cannot work, or the model is one rank's part of a pipeline.
     """
     budget, window = checks.rows_of_budget(budget), checks.whole_number("window", window, 0)
-    if not beta >= 1:
-        raise ValueError(f"beta is at least 1, at which all layers get the same, got {beta!r}")
+    if checks.above_zero("beta", beta) < 1:
+        raise ValueError(f"beta must be at least 1, at which all layers get the same, got {beta!r}")
     if window >= budget:
         raise ValueError(f"window={window} leaves nothing of budget={budget} to hand out; take a larger budget")
     bounded = _bounded(model)
@@ -85,9 +85,10 @@ def squeeze_budgets(model: nn.Module, tokens: Sequence[int], budget: int, *, sha
         ValueError: a number cannot work, there are no tokens, or the model is one rank's part of a pipeline.
     """
     budget = checks.rows_of_budget(budget)
-    if not 0 < share < 1:
-        raise ValueError(f"share is that of the budget which the least layers get, above 0 and below 1, got {share!r}")
-    if not len(tokens):
+    if checks.above_zero("share", share) >= 1:
+        raise ValueError(f"share must be below 1, it is that of the budget which the least layers get, got {share!r}")
+    tokens = checks.whole_numbers("tokens", tokens, 0)
+    if not tokens:
         raise ValueError("no tokens are given, from which the change of each layer could be measured; give a text")
     bounded = _bounded(model)
     similar = layer_similarities(model, tokens[:_TOKENS])

@@ -97,7 +97,8 @@ def install(
     shares: a rule by which the layers share one budget, so that it holds on average: "calibrated" (the least loss, as
     the calibration measured it, `calibrated_budgets`), "pyramid" (fewer rows with depth, `pyramid_budgets`) or
     "squeeze" (fewer where a layer changes little, `squeeze_budgets`, on text that comes with Python). A `recent` that
-    is given is that of a layer with `budget` rows; others have theirs in proportion.
+    is given is that of a layer with `budget` rows; others have theirs in proportion. A window that a method has another
+    name for, such as h2o's grace or snapkv's obs_window, is the same in all layers and must fit the smallest.
     settings: the other arguments of the method's factory, such as n_sink, recent. `recent` defaults to three quarters
     of the budget here: of the shares tried, it follows the full cache's next-token distribution best
     (docs/evaluation.md); without recent rows prediction loses the tokens it needs most. Where a search has found

@@ -27,6 +27,13 @@ def whole_number(name: str, value: object, least: int, most: int = MOST_TOKENS, 
     return number
 
 
+def whole_numbers(name: str, values: Any, least: int) -> list[int]:
+    """Each of `values` as an int of at least `least`. ValueError otherwise, also for a text and for what is no list."""
+    if isinstance(values, str) or not hasattr(values, "__iter__"):
+        raise ValueError(f"{name} must be a list of whole numbers, got {values!r}")
+    return [whole_number(f"{name}[{i}]", value, least) for i, value in enumerate(values)]
+
+
 def rows_of_budget(budget: object) -> int:
     """`budget` as an int of at least 1. ValueError otherwise."""
     return whole_number("budget", budget, 1, example=512)  # one that leaves room for sinks and recent rows

@@ -52,14 +52,10 @@ def hand_over(state: State, method: Eviction[StateT]) -> StateT:
         landed, _ = method.observation.land(empty, keys, values, None)
         none_yet = select.Scores(mx.zeros(positions.shape, mx.float32), unseen=(keys, values))
         ranks = select.arrival_ranks(none_yet, positions, empty.store.staying)
-    elif method.arrival is not None and not empty.store.warm_up:
-        landed, _ = method.update(empty, keys, values)
-        ranks = _ranks_at(method.arrival, empty, keys, values, positions)
     else:
-        raise ValueError(
-            f"{method.name} scores rows by what it gathers from the first token on, and would miss those that have "
-            "left; take it from the start, or give it its calibrated arrays"
-        )
+        arrival: Any = method.arrival  # there is one, or `_check` raises
+        landed, _ = method.update(empty, keys, values)
+        ranks = _ranks_at(arrival, empty, keys, values, positions)
     ranks = mx.where(positions < 0, select.PADDING, ranks)
     store = replaced(
         landed.store,
@@ -73,7 +69,12 @@ def hand_over(state: State, method: Eviction[StateT]) -> StateT:
 
 
 def _check(method: Eviction, empty: Store, n_rows: int, seen_by_all: int) -> None:
-    """ValueError unless `method` can go on with so many rows."""
+    """ValueError unless `method` can go on with so many rows of another one."""
+    if method.observation is None and (method.arrival is None or empty.warm_up):
+        raise ValueError(
+            f"{method.name} scores rows by what it gathers from the first token on, and would miss those that have "
+            "left; take it from the start, or give it its calibrated arrays"
+        )
     if empty.span is not None:
         raise ValueError(
             f"{method.name} evicts at intervals of {empty.span.interval} tokens, and the rows handed over need not end "

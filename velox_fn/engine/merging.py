@@ -69,7 +69,7 @@ def merging(method: Eviction, *, merge: int = 32, merge_seed: int = 0) -> Evicti
         16
     """
     merge = checks.whole_number("merge", merge, 0)
-    merge_seed = checks.whole_number("merge_seed", merge_seed, 0)
+    merge_seed = checks.whole_number("merge_seed", merge_seed, 0, 2**32 - 1)
     if merge == 0:
         return method
     chooses = method.observation

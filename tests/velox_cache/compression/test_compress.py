@@ -62,8 +62,8 @@ def test_scores_are_the_most_attention_while_the_context_is_repeated(tiny_model,
 
 
 def compressed(model, caches, **changes):
-    given = {"budget": BUDGET, "n_sink": N_SINK, "chunk": CHUNK} | changes
-    return velox_cache.compress(model, LETTERS, CONTEXT, caches=caches, **given)
+    given = {"context": CONTEXT, "budget": BUDGET, "n_sink": N_SINK, "chunk": CHUNK} | changes
+    return velox_cache.compress(model, LETTERS, caches=caches, **given)
 
 
 def test_each_head_keeps_the_rows_that_were_needed_most_as_they_were(tiny_model):
@@ -97,6 +97,15 @@ def test_a_context_that_is_not_read_yet_is_read(tiny_model):
     model = tiny_model()
     for one, other in zip(compressed(model, None), compressed(model, read(model)), strict=True):
         np.testing.assert_array_equal(np.array(kept_positions(one.record)), np.array(kept_positions(other.record)))
+
+
+def test_numbers_may_be_numpys(tiny_model):
+    model = tiny_model()
+    expected = compressed(model, read(model))
+    counts = {"budget": np.int64(BUDGET), "n_sink": np.int64(N_SINK), "chunk": np.int64(CHUNK)}
+    found = compressed(model, read(model), context=np.array(CONTEXT), **counts)
+    for one, other in zip(expected, found, strict=True):
+        assert mx.array_equal(kept_positions(one.record), kept_positions(other.record)).item()
 
 
 def test_what_follows_takes_the_place_of_what_was_needed_least(tiny_model):
@@ -140,6 +149,8 @@ def test_layers_that_bound_themselves_are_copied(tiny_model):
         ({"budget": 3}, "must be smaller than budget"),
         ({"chunk": 0}, "chunk must be"),
         ({"n_sink": -1}, "n_sink must be"),
+        ({"context": None}, "context must be a list of whole numbers"),
+        ({"context": [CONTEXT]}, r"context\[0\] must be a whole number"),
     ],
 )
 def test_counts_that_cannot_work_are_refused(tiny_model, changes, words):

@@ -86,6 +86,12 @@ def test_a_model_takes_what_squeeze_makes(tiny_model: Callable[..., nn.Module]) 
     assert [cache.size() for cache in caches] == budgets
 
 
+def test_tokens_may_be_numpy_numbers(tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model(num_hidden_layers=5)
+    expected = vc.squeeze_budgets(model, TOKENS, 40)
+    assert vc.squeeze_budgets(model, np.array(TOKENS), 40) == expected  # type: ignore[arg-type]
+
+
 def test_three_layers_are_too_few_to_tell_apart(tiny_model: Callable[..., nn.Module]) -> None:
     assert vc.squeeze_budgets(tiny_model(num_hidden_layers=3), TOKENS, 24) == [24] * 3
 
@@ -94,9 +100,14 @@ def test_three_layers_are_too_few_to_tell_apart(tiny_model: Callable[..., nn.Mod
     ("make", "message"),
     [
         (lambda model: vc.pyramid_budgets(model, 8), "window=8 leaves nothing"),
-        (lambda model: vc.pyramid_budgets(model, 64, beta=0.5), "beta is at least 1"),
+        (lambda model: vc.pyramid_budgets(model, 64, beta=0.5), "beta must be at least 1"),
+        (lambda model: vc.pyramid_budgets(model, 64, beta="x"), "beta must be a number"),  # type: ignore[arg-type]
+        (lambda model: vc.pyramid_budgets(model, 64, beta=float("inf")), "beta must be above 0 and finite"),
         (lambda model: vc.pyramid_budgets(model, 0), "budget must be at least 1"),
-        (lambda model: vc.squeeze_budgets(model, TOKENS, 64, share=1.0), "share is that of the budget"),
+        (lambda model: vc.squeeze_budgets(model, TOKENS, 64, share=1.0), "share must be below 1"),
+        (lambda model: vc.squeeze_budgets(model, TOKENS, 64, share=None), "share must be a number"),  # type: ignore[arg-type]
+        (lambda model: vc.squeeze_budgets(model, "text", 64), "tokens must be a list of whole numbers"),  # type: ignore[arg-type]
+        (lambda model: vc.squeeze_budgets(model, [3, 2.5], 64), r"tokens\[1\] must be"),  # type: ignore[list-item]
         (lambda model: vc.squeeze_budgets(model, [], 64), "no tokens"),
     ],
 )

@@ -145,6 +145,9 @@ def test_what_cannot_work_is_refused() -> None:
         merging(h2o(budget=64), merge=-1)
     with pytest.raises(ValueError, match="merge=32 adds to stored values"):
         quantised(merging(h2o(budget=64)), value_bits=8)
+    with pytest.raises(ValueError, match="merge_seed must be at most 4294967295"):
+        merging(h2o(budget=64), merge_seed=2**32)
+    assert merging(h2o(budget=64), merge_seed=2**32 - 1).settings["merge_seed"] == 2**32 - 1
     assert merging(streaming_llm(budget=16), merge=0).name == "streaming_llm"
 
 
