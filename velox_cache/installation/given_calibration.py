@@ -48,7 +48,8 @@ def calibration_of(
 ) -> Calibration | None:
     """The whole model's calibration for a method with these settings; None for one that works without.
 
-    layer: one that is bounded, of this process's part. losses: whether it must hold those of budgets.
+    layer: one that is bounded, of this process's part. losses: whether it is made anew for those of budgets,
+    where it holds none and a tokenizer is there.
 
     Raises ValueError when what is given is no calibration, or one of other weights, and when a method needs one, none
     is found, and there is no tokenizer to make it with, or none can be made of this model.
@@ -61,8 +62,10 @@ def calibration_of(
         return None
     check_one_attention_a_layer(model)
     found = found_calibration(model)
-    if found is not None and _serves(found, method, settings, layer) and not (losses and found.losses is None):
-        return found
+    if found is not None and _serves(found, method, settings, layer):
+        to_be_made = losses and found.losses is None and tokenizer is not None
+        if not to_be_made:
+            return found
     if tokenizer is None:
         raise ValueError(
             f"{method.label} needs a calibration, and none of this model is in the cache folder yet: give "

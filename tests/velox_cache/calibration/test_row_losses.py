@@ -15,6 +15,7 @@ from velox_cache.calibration import row_losses
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.loss_table import LossTable
+from velox_cache.installation import given_calibration
 from velox_cache.installation.least_loss import least_loss
 from velox_cache.introspection.layer_changes import attention_sizes
 from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill, viewed_caches
@@ -129,6 +130,23 @@ def test_a_short_text_and_one_who_says_no_have_none(
     assert vc.load_calibration(f"{tmp_path}/short.npz").losses is None
     with pytest.raises(ValueError, match="holds no losses"):
         vc.calibrated_budgets(short, 64)
+
+
+def test_a_found_calibration_without_losses_is_made_anew_where_it_can_be(
+    tiny_model: Callable[..., nn.Module], tokenizer: Tokenizer, calibrated: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = dataclasses.replace(
+        calibrated,
+        statistics=[dataclasses.replace(layer, row_losses=None) for layer in calibrated.statistics],
+        losses=None,
+    )
+    monkeypatch.setattr(given_calibration, "found_calibration", lambda model: older)
+    monkeypatch.setattr(given_calibration, "made_calibration", lambda model, tokenizer: calibrated)
+    model = tiny_model(num_hidden_layers=3)
+    with pytest.raises(ValueError, match="holds no losses"):
+        vc.install(model, "learned", budget=40, shares="calibrated")
+    report = vc.install(model, "learned", budget=40, shares="calibrated", tokenizer=tokenizer)
+    assert report.settings["budget"] == vc.calibrated_budgets(calibrated, 40, method="learned")
 
 
 @pytest.mark.parametrize("seed", range(3))
