@@ -109,7 +109,7 @@ def test_a_batch_takes_back_nothing_from_before_it():
     one = cache(rollback=3)
     feed(one, range(40))
     batch = EvictingKVCache.merge([one, one])
-    with pytest.raises(ValueError, match="cannot take back 1 tokens.*and 0 can be"):
+    with pytest.raises(ValueError, match=r"cannot take back 1 tokens.*and 0 can be"):
         batch.trim(1)
 
 
