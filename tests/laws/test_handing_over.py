@@ -101,8 +101,8 @@ def test_rows_are_renumbered_from_their_true_positions() -> None:
     assert mx.allclose(found[0].sum(2), expected[0].sum(2), atol=1e-5)
 
 
-def test_sequences_of_a_ragged_batch_go_on_as_they_do_alone() -> None:
-    method = h2o(budget=BUDGET, n_sink=N_SINK, grace=3)
+@pytest.mark.parametrize("method", [h2o(budget=BUDGET, n_sink=N_SINK, grace=3), FIRST], ids=["h2o", "l2norm"])
+def test_sequences_of_a_ragged_batch_go_on_as_they_do_alone(method: Eviction) -> None:
     lengths = (N, 9)
     both = [mx.concatenate([array] * 2, axis=0) for array in (KEYS, VALUES, QUERIES)]
     state, _ = FIRST.update(

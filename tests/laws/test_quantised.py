@@ -223,7 +223,7 @@ def test_bytes_are_those_of_the_stored_arrays(key_bits: int | None, value_bits: 
 
 @pytest.mark.parametrize(("key_bits", "value_bits"), WIDTHS)
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("masked", ["none", "bool", "numbers"])
+@pytest.mark.parametrize("masked", ["none", "causal", "bool", "numbers"])
 def test_attention_is_that_over_the_rows_read_back(
     key_bits: int | None, value_bits: int | None, with_sinks: bool, masked: str
 ) -> None:
@@ -237,7 +237,7 @@ def test_attention_is_that_over_the_rows_read_back(
     shown = rng.random((2, 1, 1, n_rows)) < 0.7
     shown[..., 0] = True
     numbers = rng.standard_normal((2, 4, 1, n_rows)).astype(np.float32)
-    mask = {"none": None, "bool": mx.array(shown), "numbers": mx.array(numbers)}[masked]
+    mask = {"none": None, "causal": "causal", "bool": mx.array(shown), "numbers": mx.array(numbers)}[masked]
     sinks = mx.array([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
     found = np.array(attend(state, queries, view, scale=0.3, mask=mask, sinks=sinks))
 

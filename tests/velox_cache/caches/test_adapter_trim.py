@@ -105,6 +105,14 @@ def test_rollback_after_merge_and_extract_is_exact():
     assert_same(alone, plain)
 
 
+def test_a_batch_takes_back_nothing_from_before_it():
+    one = cache(rollback=3)
+    feed(one, range(40))
+    batch = EvictingKVCache.merge([one, one])
+    with pytest.raises(ValueError, match=r"cannot take back 1 tokens.*and 0 can be"):
+        batch.trim(1)
+
+
 def test_trim_of_0_tokens_changes_nothing():
     one = cache(rollback=3)
     feed(one, range(40))

@@ -1,8 +1,9 @@
 """What budgets cost each head: against numpy, in files, and as budgets of layers."""
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,7 +42,7 @@ def test_errors_are_those_of_attention_over_the_kept_rows(sinks: bool) -> None:
     beside = rng.standard_normal(4)
     call = LayerQueries(0, *(mx.array(x.astype(np.float32)) for x in (queries, keys, values)), 0.4)
     if sinks:
-        call = dataclasses.replace(call, terms={"sinks": mx.array(beside.astype(np.float32))})
+        call = replace(call, terms={"sinks": mx.array(beside.astype(np.float32))})
     errors, squares = row_losses._errors(call, mx.array(kept))
 
     def output(head: int, query: int, shown: np.ndarray) -> np.ndarray:
@@ -60,6 +61,29 @@ def test_errors_are_those_of_attention_over_the_kept_rows(sinks: bool) -> None:
             wanted[head // 2, i] += ((part - full) ** 2).sum()
     np.testing.assert_allclose(np.array(errors), wanted, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(np.array(squares), sizes, rtol=1e-4)
+
+
+def test_losses_are_in_units_of_what_attention_is_added_to() -> None:
+    errors = np.random.default_rng(1).random((2, 3, 9)).astype(np.float32)
+    sums = row_losses.LossSums(mx.array(errors), outputs=mx.array([3.0, 5.0]), sizes=mx.array([2.0, 16.0]))
+    np.testing.assert_allclose(np.array(sums.losses()), errors / (3 + 5) * 2 / 16, rtol=1e-6)
+
+
+def test_a_far_copy_follows_the_context_and_other_softmaxes_are_left_out(
+    tiny_model: Callable[..., nn.Module], calibrated: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, tokens = [], [(11 * i) % 97 for i in range(348)]
+
+    def strange(model: nn.Module, part: list[int], *args: Any, **options: Any) -> Iterator[list[LayerQueries]]:
+        read.append(part)
+        for block in observed_prefill(model, part, *args, **options):
+            yield [replace(call, terms={"added": mx.zeros(1)} if call.layer == 1 else {}) for call in block]
+
+    monkeypatch.setattr(row_losses, "N_LATER", 48)
+    monkeypatch.setattr(row_losses, "observed_prefill", strange)
+    found = row_losses.measured_losses(tiny_model(num_hidden_layers=3), tokens, calibrated, ("qfilters",), WHOLE)
+    assert list(found) == [0, 2]
+    assert read == [tokens[:300], [*tokens[300:], *tokens[100:148]]]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -180,16 +204,32 @@ def test_budgets_are_of_the_asked_total(calibrated: Calibration) -> None:
     table = LossTable(("fusion",), (0.03125, 0.0625, 0.125, 0.25, 0.5), 1024)
     curves = np.sort(rng.random((3, 2, 1, 5)), axis=-1)[..., ::-1].astype(np.float32)
     statistics = [
-        dataclasses.replace(layer, row_losses=mx.array(curve))
-        for layer, curve in zip(calibrated.statistics, curves, strict=True)
+        replace(layer, row_losses=mx.array(curve)) for layer, curve in zip(calibrated.statistics, curves, strict=True)
     ]
-    made = dataclasses.replace(calibrated, statistics=statistics, losses=table)
+    made = replace(calibrated, statistics=statistics, losses=table)
     for budget in (20, 64, 100, 129, 2000):
         budgets = vc.calibrated_budgets(made, budget)
         assert sum(budgets) == 3 * budget
         assert min(budgets) >= budget // 2
     with pytest.raises(ValueError, match="losses of fusion, and not of keydiff"):
         vc.calibrated_budgets(made, 64, method="keydiff")
+
+
+def test_rows_go_where_they_lower_the_loss_of_the_method(calibrated: Calibration) -> None:
+    shares = np.array([0.03125, 0.0625, 0.125, 0.25, 0.5])
+    falls, falls_early, flat = 1 - shares, np.maximum(0.0625 - shares, 0), 0 * shares
+    statistics = [
+        replace(layer, row_losses=mx.array(np.array([[of_fusion, of_learned]] * 2, np.float32)))
+        for layer, of_fusion, of_learned in zip(
+            calibrated.statistics, (falls, flat, flat), (flat, flat, falls_early), strict=True
+        )
+    ]
+    table = LossTable(("fusion", "learned"), tuple(shares), 1024)
+    made = replace(calibrated, statistics=statistics, losses=table)
+    assert vc.calibrated_budgets(made, 64, method="fusion") == [128, 32, 32]
+    assert vc.calibrated_budgets(made, 512, method="fusion") == [1024, 256, 256]  # as for a quarter of the context
+    # As for a sixteenth, at which all gain nothing from what is left when the last has that much, and share it.
+    assert vc.calibrated_budgets(made, 24, method="learned") == [20, 20, 32]
 
 
 def test_install_takes_calibrated_shares(tiny_model: Callable[..., nn.Module], calibrated: Calibration) -> None:

@@ -9,6 +9,7 @@ from letters import Letters
 from mlx_lm.models.cache import make_prompt_cache
 
 import velox_cache
+from velox_cache.compression import repeating
 from velox_cache.compression.repeating import repeat_scores
 from velox_cache.introspection.query_tap import observe_queries
 from velox_fn import kept_positions, kv
@@ -53,7 +54,8 @@ def oracle(model, ending):
 
 
 @pytest.mark.parametrize("template", [False, True])
-def test_scores_are_the_most_attention_while_the_context_is_repeated(tiny_model, template):
+def test_scores_are_the_most_attention_while_the_context_is_repeated(tiny_model, template, monkeypatch):
+    monkeypatch.setattr(repeating, "_QUERIES", 16)  # so that the weights of several lots are compared
     model, letters = tiny_model(), Letters(has_chat_template=template)
     ending = letters.encode("</user><assistant>" if template else "\n", False)
     found = repeat_scores(model, letters, read(model), CONTEXT, n_sink=N_SINK, chunk=CHUNK)
@@ -162,7 +164,11 @@ def test_counts_that_cannot_work_are_refused(tiny_model, changes, words):
 def test_caches_of_another_context_are_refused(tiny_model):
     model = tiny_model()
     caches = read(model)
-    for context, words in ((CONTEXT[:-1], "has read 50 tokens and the context has 49"), ([], "context is empty")):
+    for context, words in (
+        (CONTEXT[:-1], "has read 50 tokens and the context has 49"),
+        ([*CONTEXT, 5], "has read 50 tokens and the context has 51"),
+        ([], "context is empty"),
+    ):
         with pytest.raises(ValueError, match=words):
             velox_cache.compress(model, LETTERS, context, caches=caches, budget=BUDGET)
     with pytest.raises(ValueError, match="whole prompt cache"):

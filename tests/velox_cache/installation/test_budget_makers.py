@@ -16,7 +16,9 @@ from velox_cache.introspection.layer_changes import layer_similarities
 TOKENS = [(11 * i) % 97 for i in range(60)]
 
 
-@pytest.mark.parametrize(("n_layers", "budget", "beta", "window"), [(2, 40, 20, 8), (7, 101, 20, 8), (12, 64, 3.5, 0)])
+@pytest.mark.parametrize(
+    ("n_layers", "budget", "beta", "window"), [(2, 40, 20, 8), (7, 101, 20, 8), (12, 64, 3.5, 0), (5, 64, 2, 16)]
+)
 def test_pyramid_is_that_of_the_paper(
     tiny_model: Callable[..., nn.Module], n_layers: int, budget: int, beta: float, window: int
 ) -> None:
@@ -26,6 +28,8 @@ def test_pyramid_is_that_of_the_paper(
     first = 2 * total / n_layers - last
     wanted = [window + first - (first - last) / (n_layers - 1) * layer for layer in range(n_layers)]
     assert np.abs(np.array(found) - wanted).max() < 1
+    fractions, up = np.mod(wanted, 1), np.array(found) > wanted
+    assert fractions[up].min(initial=1) >= fractions[~up].max(initial=0)
     assert sum(found) == n_layers * budget
     assert found == sorted(found, reverse=True)
 
@@ -148,5 +152,6 @@ def test_shares_that_cannot_work_are_refused(
 
 
 def test_pyramid_leaves_each_layer_what_its_method_protects(tiny_model: Callable[..., nn.Module]) -> None:
-    report = vc.install(tiny_model(num_hidden_layers=5), "snapkv", budget=64, shares="pyramid", obs_window=16)
-    assert min(report.settings["budget"]) > 16
+    model = tiny_model(num_hidden_layers=5)
+    report = vc.install(model, "snapkv", budget=64, shares="pyramid", obs_window=16, n_sink=3)
+    assert report.settings["budget"] == vc.pyramid_budgets(model, 64, window=16 + 3 + 1)

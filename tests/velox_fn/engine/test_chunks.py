@@ -51,6 +51,14 @@ def test_chunks_leave_by_their_mean_score(case, n_sink, recent, n_padding):
     assert sorted(kept) == expected(scores, positions, offset, budget=budget, n_sink=n_sink, recent=recent, chunk=chunk)
 
 
+@pytest.mark.parametrize(("recent", "expected"), [(0, [-1.0] * 4 + [2.0] * 2), (3, [2.0] * 3 + [-10.0, 1.0, 3.0])])
+def test_a_mean_is_of_the_rows_of_a_chunk_that_compete(recent, expected):
+    positions = mx.arange(6, dtype=mx.int32)[None, None]
+    ranks = select.pack_ranks(mx.array([[[6.0, 0.0, 0.0, -10.0, 1.0, 3.0]]]), positions)
+    by_chunk = select.chunk_ranks(ranks, mx.array([6], mx.int32), recent, 4)
+    assert select.rank_scores(by_chunk).tolist() == [[expected]]
+
+
 def test_a_mean_of_large_scores_does_not_overflow():
     ranks = select.pack_ranks(mx.full((1, 1, 4), 3e38), mx.arange(4, dtype=mx.int32)[None, None])
     by_chunk = select.chunk_ranks(ranks, mx.array([4], mx.int32), 0, 4)

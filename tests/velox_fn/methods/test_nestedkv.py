@@ -1,10 +1,12 @@
 """NestedKV against its formula, written out row by row in float64."""
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from arm_oracle import kept_after, simulated, tokens
 
 from velox_fn import nestedkv
+from velox_fn.methods.nestedkv import _scores
 
 
 def anomaly(key, keys):
@@ -20,11 +22,11 @@ def brought_to_one(numbers):
 def formula(keys):
     unit = keys.astype(np.float64)
     unit = unit / np.linalg.norm(unit, axis=-1, keepdims=True)
-    n = len(unit)
+    n, whole = len(unit), unit.mean(0, keepdims=True)
     width = min(max(n // 32, 128), 256)
     scales = np.array(
         [
-            brought_to_one(np.array([anomaly(unit[i], unit) for i in range(n)])),
+            brought_to_one(np.array([anomaly(unit[i], whole) for i in range(n)])),
             brought_to_one(np.array([anomaly(unit[i], unit[i // width * width :][:width]) for i in range(n)])),
             brought_to_one(np.array([anomaly(unit[i], unit[max(i - 63, 0) : i + 1]) for i in range(n)])),
         ]
@@ -56,6 +58,12 @@ def test_the_order_is_that_of_the_formula(calls, budget):
             return formula(keys[head, held])
 
         assert found[head] == simulated(calls, score, budget=budget, n_sink=2, recent=3)
+
+
+def test_blocks_are_a_thirty_second_of_a_long_text():
+    keys = keys_of_topics(4500)[0][:1]
+    found = np.array(_scores(mx.array(keys[None]), mx.ones((1, 1, 4500), mx.bool_)))[0, 0]
+    np.testing.assert_allclose(found, formula(keys[0]), atol=2e-3)
 
 
 def test_a_key_that_is_not_finite_does_not_touch_the_others():
