@@ -9,6 +9,7 @@ from velox_cache.cli.method_arguments import method_settings
 from velox_cache.cli.model_argument import load_model
 
 if TYPE_CHECKING:
+    from velox_cache import Calibration
     from velox_cache.harness.arm_readings import ArmReading
     from velox_cache.harness.arms import Arm
 
@@ -48,14 +49,13 @@ def curdkv(arguments: argparse.Namespace) -> Result:
 
 
 def intervals(arguments: argparse.Namespace) -> Result:
-    from velox_cache import load_calibration
     from velox_cache.evaluation.intervals import by_interval, read_at_intervals
     from velox_cache.harness.texts import passages, text_named
     from velox_cache.installation.layer_arguments import calibration_for
     from velox_cache.known_methods import method_named
 
     model, tokenizer = load_model(arguments.model)
-    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
+    calibration = _calibration(arguments, model, tokenizer)
     settings = method_settings(arguments)
     peak = settings.pop("budget", 512)
     tokens = list(tokenizer.encode(text_named(arguments.text)))
@@ -85,7 +85,6 @@ def saved_intervals(arguments: argparse.Namespace) -> Result:
 
 
 def quantised(arguments: argparse.Namespace) -> Result:
-    from velox_cache import load_calibration
     from velox_cache.evaluation.equal_bytes import by_share, read_at_equal_bytes
     from velox_cache.harness.texts import passages, text_named
 
@@ -95,7 +94,7 @@ def quantised(arguments: argparse.Namespace) -> Result:
     if given:
         raise ValueError(f"{' and '.join(given)} cannot be given: all widths are read, in rows of equal bytes")
     model, tokenizer = load_model(arguments.model)
-    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
+    calibration = _calibration(arguments, model, tokenizer)
     tokens = list(tokenizer.encode(text_named(arguments.text)))
     found = read_at_equal_bytes(
         model,
@@ -117,13 +116,12 @@ def saved_quantised(arguments: argparse.Namespace) -> Result:
 
 
 def stalled_offset(arguments: argparse.Namespace) -> Result:
-    from velox_cache import load_calibration
     from velox_cache.evaluation.stalled_offset import stalled_offset
     from velox_cache.harness.arms import cache_maker
 
     arm = _arm(arguments)
     model, tokenizer = load_model(arguments.model)
-    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
+    calibration = _calibration(arguments, model, tokenizer)
     tokens = text_tokens(arguments, tokenizer, arguments.context + arguments.scored)
     found = stalled_offset(model, tokens, cache_maker(model, arm, calibration), n_context=arguments.context)
     rows: Records = [
@@ -139,12 +137,11 @@ def stalled_offset(arguments: argparse.Namespace) -> Result:
 
 
 def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:
-    from velox_cache import load_calibration
     from velox_cache.harness.arm_readings import read_arms
     from velox_cache.harness.arms import FULL, cache_maker
 
     model, tokenizer = load_model(arguments.model)
-    calibration = load_calibration(arguments.calibration) if arguments.calibration else None
+    calibration = _calibration(arguments, model, tokenizer)
     tokens = text_tokens(arguments, tokenizer, arguments.context + arguments.scored)
     makers = [cache_maker(model, arm, calibration) for arm in (FULL, *arms)]
     found = read_arms(model, tokens, makers, n_context=arguments.context)
@@ -165,7 +162,25 @@ def _reading_row(label: str, one: "ArmReading") -> dict[str, Any]:
 def _arm(arguments: argparse.Namespace) -> "Arm":
     from velox_cache.harness.arms import Arm
 
-    return Arm(arguments.method, arguments.method, method_settings(arguments), calibrated=bool(arguments.calibration))
+    return Arm(arguments.method, arguments.method, method_settings(arguments))
+
+
+def _calibration(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> "Calibration | None":
+    """What the method takes: the file's, or the one of these weights, made where there is none, as `install` does."""
+    from velox_cache.installation.given_calibration import calibration_of
+    from velox_cache.introspection.plan import plan_layers
+    from velox_cache.known_methods import method_named
+
+    layer = next((entry.layer for entry in plan_layers(model) if entry.bounded), 0)
+    return calibration_of(
+        method_named(arguments.method),
+        method_settings(arguments),
+        arguments.calibration,
+        not arguments.no_calibrate,
+        tokenizer,
+        model,
+        layer,
+    )
 
 
 def text_tokens(arguments: argparse.Namespace, tokenizer: Any, n_tokens: int) -> list[int]:

@@ -1,5 +1,6 @@
 """What budgets cost each head: against numpy, in files, and as budgets of layers."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
