@@ -1,5 +1,7 @@
 """The learned score's regression, against numpy's least squares over all rows at once."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -104,3 +106,9 @@ def test_slopes_are_those_of_log_attention_against_log_age_and_never_negative():
 
 def test_no_attention_at_any_age_gives_no_slope():
     assert age_slopes(no_score_sums(H, D, D_V)).tolist() == [0, 0]
+
+
+def test_attention_at_one_age_gives_no_slope():
+    sums, one_age = no_score_sums(H, D, D_V), mx.zeros((H, len(AGES) - 1))
+    one_age[:, 2] = 0.5
+    assert age_slopes(replace(sums, by_age=one_age, n_pairs=4 * one_age)).tolist() == [0, 0]

@@ -73,6 +73,16 @@ def test_rounding_of_a_channel_that_does_not_vary_decides_nothing():
     assert kept_after(method, keys, values, None, [48]) == kept_after(method, keys, noisy, None, [48])
 
 
+def test_rows_that_differ_by_rounding_share_a_place():
+    keys, values, _ = tokens(48)
+    rows = slice(N_SINK, N_SINK + LAG)  # a partition that says one token, but for rounding that grows
+    keys[:, rows], values[:, rows] = keys[:, :1], values[:, :1] * np.linspace(1, 1 + 1e-5, LAG)[:, None]
+    method = lagkv(budget=BUDGET, n_sink=N_SINK, lag=LAG)
+    same = np.array(values)
+    same[:, rows] = values[:, :1]
+    assert kept_after(method, keys, values, None, [48]) == kept_after(method, keys, same, None, [48])
+
+
 def test_an_eighth_of_the_budget_is_a_partition_unless_told_otherwise():
     assert lagkv(budget=256).settings["lag"] == 32
 
