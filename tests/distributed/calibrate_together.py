@@ -22,6 +22,7 @@ for spread in spreads:
             TEXTS[:n_texts],
             sequence_length=100,
             progress=False,
+            losses=True,
             group=world() if spread == "texts" else None,
         )
         save_calibration(calibration, f"{folder}/{spread}_{n_texts}_{rank}.npz")

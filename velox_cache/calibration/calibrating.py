@@ -56,7 +56,7 @@ def calibrate(
     advance: Callable[[int], object] = lambda n_tokens: None,
     group: Group | None = None,
     learned: bool = True,
-    losses: bool = True,
+    losses: bool = False,
 ) -> Calibration:
     """Filters of `model`, from the queries it makes of `texts`, and the statistics that other methods score by.
 

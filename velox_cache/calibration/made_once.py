@@ -46,14 +46,20 @@ def found_calibration(model: nn.Module) -> Calibration | None:
 
 
 def made_calibration(
-    model: nn.Module, tokenizer: Tokenizer, *, model_id: str | None = None, n_tokens: int = TOKENS
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    *,
+    model_id: str | None = None,
+    n_tokens: int = TOKENS,
+    losses: bool = False,
 ) -> Calibration:
     """Calibrate on the built-in text, measure, save for the next time, and say so on stderr.
 
-    Progress is told every few seconds. Raises ValueError as `calibrate` does.
+    losses: as `calibrate` takes it. Progress is told every few seconds. Raises ValueError as `calibrate` does.
     """
     file, began = calibration_file(model), time.monotonic()
-    made = calibrate(model, tokenizer, calibration_texts(), max_tokens=n_tokens, model_id=model_id, dataset=SOURCE)
+    texts = calibration_texts()
+    made = calibrate(model, tokenizer, texts, max_tokens=n_tokens, model_id=model_id, dataset=SOURCE, losses=losses)
     made = replace(made, predicts=predicts_attention(model, tokenizer, made))
     file.parent.mkdir(parents=True, exist_ok=True)
     save_calibration(made, file)

@@ -65,9 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-learned", action="store_true", help="leave out the fit of the method learned, and its time"
     )
     parser.add_argument(
-        "--no-losses",
-        action="store_true",
-        help="do not measure what budgets lose: then none for --layer-shares calibrated",
+        "--losses", action="store_true", help="measure too what budgets cost each head, for --layer-shares calibrated"
     )
     parser.add_argument(
         "--search-weights",
@@ -111,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         dataset=", ".join(arguments.text) if arguments.text else SOURCE,
         group=world(),
         learned=not arguments.no_learned,
-        losses=not arguments.no_losses,
+        losses=arguments.losses,
     )
     if launched_rank() is None:
         calibration = replace(calibration, predicts=predicts_attention(model, tokenizer, calibration))

@@ -222,18 +222,29 @@ def _calibration(
         given = load_calibration(arguments.calibration)
         check_weights(given, model)
         return given
-    n_tokens = arguments.calibration_tokens
+    n_tokens, losses = arguments.calibration_tokens, "shares=calibrated" in arguments.methods
     own = folder / ("calibration.npz" if n_tokens is None else f"calibration-{n_tokens}.npz")
     if on_all_ranks(own.exists(), group):
         return load_calibration(own)
     found = found_calibration(model) if n_tokens is None else None
+    if found is not None and losses and found.losses is None:
+        found = None
     if not on_all_ranks(found is not None, group):
         found = None
     if found is None and n_tokens is None and group is None:
-        found = made_calibration(model, tokenizer, model_id=name)
+        found = made_calibration(model, tokenizer, model_id=name, losses=losses)
     if found is None:
         texts, n_tokens = calibration_texts(), n_tokens or TOKENS
-        found = calibrate(model, tokenizer, texts, max_tokens=n_tokens, model_id=name, dataset=SOURCE, group=group)
+        found = calibrate(
+            model,
+            tokenizer,
+            texts,
+            max_tokens=n_tokens,
+            model_id=name,
+            dataset=SOURCE,
+            group=group,
+            losses=losses,
+        )
     save_calibration(found, own)
     return found
 

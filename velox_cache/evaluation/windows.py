@@ -30,7 +30,7 @@ def _window(one: Contender) -> str:
     if one.arm.method not in CEILINGS:
         method = method_named(str(one.arm.method))
         name = "recent" if method.recent else method.window or ""
-    rows = {**one.arm.settings, **one.settings}.get(name)
+    rows = {**one.settings, **one.arm.settings}.get(name)  # as asked for, where layers differ
     if rows is None:
         return "by its own rule"
     return str(Fraction(rows, one.arm.settings["budget"]).limit_denominator(_FINEST))

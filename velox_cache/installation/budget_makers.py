@@ -121,9 +121,9 @@ def calibrated_budgets(calibration: Calibration, budget: int, *, method: str = R
     table = calibration.losses
     if table is None:
         raise ValueError(
-            "the calibration holds no losses, from which the layers' budgets could follow: it was made by an older "
-            "velox-kv, on fewer than 384 tokens, or for a model whose attention cannot be followed; calibrate again "
-            "with `velox calibrate`"
+            "the calibration holds no losses, from which the layers' budgets could follow: nobody asked for "
+            "them, it was made on fewer than 384 tokens, or for a model whose attention cannot be followed; calibrate "
+            "again with losses=True, or `velox calibrate --losses`"
         )
     if method not in table.methods:
         raise ValueError(

@@ -73,7 +73,7 @@ def calibration_of(
             'and found from then on; or take a method that needs none, such as "streaming_llm"'
             + ("; or say calibrate=False for a guess from each text's first keys" if method.guesses else "")
         )
-    return made_calibration(model, tokenizer)
+    return made_calibration(model, tokenizer, losses=losses)
 
 
 def wants_calibration(method: Method) -> bool:

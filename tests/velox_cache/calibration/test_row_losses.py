@@ -31,7 +31,7 @@ TEXT = "The cache holds what attention will read again, and nothing that it will
 def calibrated(tiny_model: Callable[..., nn.Module], tokenizer: Tokenizer) -> Calibration:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_losses, "N_LATER", 48)
-        return vc.calibrate(tiny_model(num_hidden_layers=3), tokenizer, [TEXT], progress=False)
+        return vc.calibrate(tiny_model(num_hidden_layers=3), tokenizer, [TEXT], progress=False, losses=True)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -138,19 +138,19 @@ def test_a_context_that_is_kept_whole_costs_nothing(
     monkeypatch.setattr(row_losses, "SHARES", (0.25, 1.0))
     monkeypatch.setattr("velox_cache.calibration.losses_together.SHARES", (0.25, 1.0))
     monkeypatch.setattr(row_losses, "N_LATER", 48)
-    made = vc.calibrate(tiny_model(num_hidden_layers=1), tokenizer, [TEXT], progress=False)
+    made = vc.calibrate(tiny_model(num_hidden_layers=1), tokenizer, [TEXT], progress=False, losses=True)
     [layer] = made.statistics
     losses = np.array(layer.row_losses)
     assert losses[..., 0].min() > 1e-5
     assert losses[..., 1].max() < 1e-9
 
 
-def test_a_short_text_and_one_who_says_no_have_none(
+def test_a_short_text_and_one_who_does_not_ask_have_none(
     tiny_model: Callable[..., nn.Module], tokenizer: Tokenizer, tmp_path: object
 ) -> None:
-    short = vc.calibrate(tiny_model(), tokenizer, [TEXT[:200]], progress=False)
+    short = vc.calibrate(tiny_model(), tokenizer, [TEXT[:200]], progress=False, losses=True)
     assert short.losses is None
-    assert vc.calibrate(tiny_model(), tokenizer, [TEXT], progress=False, losses=False).losses is None
+    assert vc.calibrate(tiny_model(), tokenizer, [TEXT], progress=False).losses is None
     vc.save_calibration(short, f"{tmp_path}/short.npz")
     assert vc.load_calibration(f"{tmp_path}/short.npz").losses is None
     with pytest.raises(ValueError, match="holds no losses"):
@@ -166,7 +166,7 @@ def test_a_found_calibration_without_losses_is_made_anew_where_it_can_be(
         losses=None,
     )
     monkeypatch.setattr(given_calibration, "found_calibration", lambda model: older)
-    monkeypatch.setattr(given_calibration, "made_calibration", lambda model, tokenizer: calibrated)
+    monkeypatch.setattr(given_calibration, "made_calibration", lambda model, tokenizer, losses: calibrated)
     model = tiny_model(num_hidden_layers=3)
     with pytest.raises(ValueError, match="holds no losses"):
         vc.install(model, "learned", budget=40, shares="calibrated")

@@ -33,7 +33,7 @@ def test_an_arm_knows_the_calibration_that_it_takes_and_no_other(tiny_model, tok
 
 def test_every_folder_takes_the_calibration_that_was_made_once(tiny_model, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("VELOX_CACHE_DIR", str(tmp_path / "cache"))
-    model, asked = tiny_model(), Namespace(calibration=None, calibration_tokens=None)
+    model, asked = tiny_model(), Namespace(calibration=None, calibration_tokens=None, methods="qfilters")
     made = made_once.made_calibration(model, tokenizer, n_tokens=600)
     monkeypatch.setattr(made_once, "calibrate", None)  # a second one would fail
     for folder in (tmp_path / "one", tmp_path / "two"):

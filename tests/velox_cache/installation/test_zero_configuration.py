@@ -16,7 +16,9 @@ pytestmark = pytest.mark.calibrates
 def _own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("VELOX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(made_once, "TOKENS", 600)
-    monkeypatch.setattr(made_once.made_calibration, "__kwdefaults__", {"model_id": None, "n_tokens": 600})
+    monkeypatch.setattr(
+        made_once.made_calibration, "__kwdefaults__", {"model_id": None, "n_tokens": 600, "losses": False}
+    )
 
 
 def filters_of(model):
