@@ -47,11 +47,12 @@ def generate(
     """A reply to `prompt` from a model whose caches are bounded for this call.
 
     context: what the prompt is about. It is read and evicted from before the question is seen, so that the cache could
-    serve any other question as well. budget: rows kept, or a share of the prompt's tokens (context included) between 0
-    and 1, such as 0.25. settings: the other arguments of `velox_cache.install`, such as method and calibration. On a
-    model with evicting caches installed, leave both out: those are used. chat: wrap the text in the model's chat
-    template; by default when it has one. sampler: from log-probabilities [1,V] to tokens [1], as mlx_lm makes them;
-    greedy by default.
+    serve any other question as well.
+    budget: rows kept, or a share of the prompt's tokens (context included) between 0 and 1, such as 0.25.
+    settings: the other arguments of `velox_cache.install`, such as method and calibration. On a model with evicting
+    caches installed, leave budget and settings out: those caches are used.
+    chat: wrap the text in the model's chat template; by default when it has one.
+    sampler: from log-probabilities [1,V] to tokens [1], as mlx_lm makes them; greedy by default.
 
     Raises ValueError as `install` does, and when the prompt is empty, a share is not between 0 and 1, or caches are
     installed already and others are asked for. The model ends up as it was.

@@ -35,7 +35,7 @@ class Method:
     """
 
     name: str | None
-    """That of the Evictions that it makes. None, for a factory that is not registered, does not look."""
+    """That of the Evictions that it makes. None, for a factory that is not registered: they may have any."""
     factory: Callable[..., Eviction]
     calibrated: tuple[str, ...] = ()
     """The arguments that come from a calibration, arrays [H,...] of one layer: among filters, mean_keys, query_mean,
@@ -43,7 +43,7 @@ class Method:
     needs_calibration: bool = False
     """It can do nothing without them."""
     guesses: bool = False
-    """Without them it estimates a stand-in from each text, far from as good: `install` asks before it lets it."""
+    """Without them it estimates a stand-in from each text, far from as good: `install` wants calibrate=False for it."""
     fuses: bool = False
     """Its settings `terms` and `combine` say which columns of means, deviations and weights it takes, as in fusion."""
     recent: bool = False

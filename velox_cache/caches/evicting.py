@@ -30,7 +30,8 @@ class EvictingKVCache:
     Unbatched it stands for one sequence (or a batch in lockstep) and `offset` is an int; made by `merge` it holds a
     ragged batch and `offset` is int32 [B]. Offsets count tokens seen, not rows, so RoPE stays true after evictions.
     With `true_queries` a method that scores by attention waits after each call for `observe_queries`, which the query
-    tap calls; without, the incoming keys stand in for queries.
+    tap calls; without, the incoming keys stand in for queries. `snapshots` is how many earlier boundaries
+    `trim` can go back beyond.
     """
 
     def __init__(self, method: Eviction, *, true_queries: bool = False, snapshots: int = 0) -> None:
@@ -113,7 +114,7 @@ class EvictingKVCache:
     def keys(self) -> Half | None:
         """The keys as they lie in memory; None before the first token.
 
-        Models in a pipeline tie what they send to the next rank to it (`cache[-1].keys = mx.depends(...)`).
+        Models in a pipeline tie what they send to the next process to it (`cache[-1].keys = mx.depends(...)`).
         """
         return None if self._held.rows.record is None else self._held.rows.store.keys
 
@@ -142,7 +143,7 @@ class EvictingKVCache:
 
     @property
     def pinned(self) -> tuple[Ranges, ...]:
-        """What `pin` was given, for each row of the batch."""
+        """What `pin` was given, for each sequence of the batch."""
         return self._held.rows.pinned_of_each
 
     @property

@@ -185,7 +185,7 @@ def extracted(rows: Sequences, index: int) -> Sequences:
 
 
 def trimmed(rows: Sequences, n_tokens: int) -> Sequences:
-    """The rows as they were `n_tokens` tokens ago; see `velox_fn.engine.batch.trim`."""
+    """The sequences as they were `n_tokens` tokens ago; see `velox_fn.engine.batch.trim`."""
     known = _known_offsets(rows)
     shorter = replace(known, offsets=tuple(offset - n_tokens for offset in rows.offsets))
     store = batch.trim(known.store, n_tokens)

@@ -135,7 +135,7 @@ def _method(header: dict[str, Any], params: Sequence[mx.array]) -> Eviction:
 
 
 def _pinned(header: dict[str, Any]) -> tuple[Ranges, ...]:
-    """What the rows have pinned."""
+    """What each sequence has pinned."""
     given = header["pinned"]
     try:
         found = tuple(pinned_ranges(ranges) for ranges in given)

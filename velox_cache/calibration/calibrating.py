@@ -74,9 +74,9 @@ def calibrate(
     get none. Ranks that hold a model together (`model.shard`, `model.model.pipeline`) need no group: each runs every
     sequence through its part. Both ways every rank gets the whole model's calibration, the same to the last bit.
 
-    learned: whether the score of the method learned is fitted too. It is to what the rows of each block turn out to be
-    worth to the block's own queries, so blocks of 512 or more say most; (2 (D + D_v))^2 numbers per head are held for
-    it, twice. Models with latent attention have none.
+    learned: whether the score of the method learned is fitted too: to what the rows of each block turn out to be worth
+    to the block's own queries. So blocks of 512 or more say most. (2 (D + D_v))^2 numbers per head are held for it,
+    twice. Models with latent attention have none.
 
     losses: whether what budgets cost each head is measured too, for `install(shares="calibrated")`: the model reads up
     to 1,280 tokens once more. Texts of fewer than 384 tokens, and models with latent attention, have none.

@@ -18,7 +18,7 @@ RECENT_SHARE = 0.75
 
 
 def recent_share(method: Method, settings: Mapping[str, Any], calibration: Calibration | None) -> float:
-    """The share of the budget that is recent by default: the searched one of a fusion, else `RECENT_SHARE`."""
+    """The share of the budget that is recent by default: the method's own, one that was searched, or `RECENT_SHARE`."""
     if method.recent_share is not None:
         return method.recent_share
     if calibration is None or calibration.fusion is None or not method.fuses:

@@ -1,4 +1,4 @@
-"""What each head loses when its rows are cut down to a share of a context: from which budgets per layer follow.
+"""What each head loses when its rows are cut down to a share of a context. Budgets per layer follow from it.
 
 A loss is the squared error of attention's output for queries that come after the context, when the rows of the context
 are those that a method keeps. It is in units of the residual stream: relative to the layer's whole output, times the
@@ -29,7 +29,7 @@ METHODS = ("fusion", "learned", "qfilters")
 SHARES = (1 / 32, 3 / 64, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
 N_CONTEXT = 1024
 LEAST_CONTEXT = 256  # of which the smallest share is a few rows
-N_LATER = 128  # tokens that follow the context, and as many from its first half that follow once more: a far copy
+N_LATER = 128  # tokens read after the context; then as many of its first half are read once more, a far copy
 _STRIDE = 2  # one query of so many is looked at
 
 

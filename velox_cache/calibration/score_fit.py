@@ -37,7 +37,7 @@ def fit_scores(layers: Mapping[int, ScoreSums]) -> tuple[ScoreChoice | None, dic
 
 def best_choice(layers: Mapping[int, ScoreSums]) -> ScoreChoice:
     """The features and ridge whose score correlates most with the target on blocks held out, in the mean over heads;
-    the plainest where none are."""
+    the simplest where none are."""
     choices = [ScoreChoice(features, ridge) for features, ridge in product(FEATURES, RIDGES)]
     ranked = [(_mean(held_out_correlations(layers, choice).values()), choice) for choice in choices]
     return max(ranked, key=lambda pair: pair[0])[1]

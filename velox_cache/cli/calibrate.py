@@ -1,7 +1,8 @@
 """Calibrate a model: run text through it and gather, for each KV head, what calibrated methods take.
 
-A few thousand tokens of any text near to what the model will read are enough. The file holds the
-filters of qfilters, and the statistics of keydiff, expected_attention, fusion and learned. It belongs to one model.
+A few thousand tokens of any text near to what the model will read are enough. The file holds the filters
+of qfilters and the statistics of keydiff, expected_attention, fusion, learned and triattention. It belongs to one
+model.
 
 Under mlx.launch the ranks share out the text, each with the whole model; with --shard they share out the model.
 """

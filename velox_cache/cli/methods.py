@@ -1,8 +1,9 @@
 """List the eviction methods and their settings, with defaults.
 
 A setting is given as --budget, --recent, --n-sink or --set NAME=VALUE on the command line, and as a keyword to
-`velox_cache.install`. Both make `recent` three quarters of the budget unless told otherwise. Where a method has its own
-name for the latest rows that stay, it is given as `recent` too; its default is the method's.
+`velox_cache.install`. Both give `recent` a share of the budget unless told otherwise: three quarters for most methods,
+a half for learned, a quarter for keyformer. Where a method has its own name for the latest rows that stay, it is given
+as `recent` too; its default is the method's.
 """
 
 import argparse

@@ -53,7 +53,7 @@ class KVCacheConfig:
     curdkv_rank_cap: int = 16  # leading singular directions that count
     curdkv_granularity: str = "block"  # "token": score and evict token by token, as slow as that is
     curdkv_window: int | None = None  # last queries of a block that count; None: all
-    curdkv_mean: bool = False  # rank rows by their score per token since they came, not by its sum
+    curdkv_mean: bool = False  # a row's score is its mean over the tokens since it came, not its sum
     curdkv_solver: str = "subspace"  # "eigh": exact directions for single tokens too
     h2o_budget: int = 512  # most rows kept, sinks and recent ones included
     h2o_n_sink: int = 4  # leading positions never evicted

@@ -1,6 +1,7 @@
 """What a bounded cache costs and keeps, measured on a model. Functions return typed results.
 
-Imports `harness` and what it is made of. Users import the names listed here; `cli` imports the modules.
+Imports `harness` and what it is made of, `compression` and `serving`. Users import the names listed
+here; `cli` imports the modules.
 """
 
 from velox_cache.evaluation.anisotropy import Anisotropy, anisotropy

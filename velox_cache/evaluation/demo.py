@@ -18,7 +18,7 @@ FACT = "The secret code word of the lighthouse is marigold."
 QUESTION = "What is the secret code word of the lighthouse?"
 ANSWER = "marigold"
 LABELS = {"fusion": "Fusion", "streaming_llm": "StreamingLLM"}
-"""The methods that the demo shows: the recommended one, and the plainest."""
+"""The methods that the demo shows: the recommended one, and the simplest."""
 
 DECODED = 30
 """Work of decoding a token under all caches, in tokens of a prefill: about what it takes a CPU."""

@@ -101,8 +101,8 @@ def install(
     name for, such as h2o's grace or snapkv's obs_window, is the same in all layers and must fit the smallest.
     settings: the other arguments of the method's factory, such as n_sink, recent. `recent` defaults to three quarters
     of the budget here: of the shares tried, it follows the full cache's next-token distribution best
-    (docs/evaluation.md); without recent rows prediction loses the tokens it needs most. Where a search has found
-    another share for a fusion (docs/fusion.md), it defaults to that. `terms` of a fusion default to those that the
+    (docs/evaluation.md). Methods may have a share of their own: learned a half, keyformer a quarter, and a fusion the
+    one that a search has found (docs/fusion.md). `terms` of a fusion default to those that the
     model's rows have something for: without the one of values on latent attention.
 
     calibration: what `calibrate` makes or the path of its file, for the methods that take something from it; `filters`

@@ -107,7 +107,7 @@ def _input(arguments: Sequence[Any], result: mx.array) -> mx.array:
 
 
 def _cosine(before: mx.array, after: mx.array) -> mx.array:
-    """Of rows [B,S,D], averaged."""
+    """The cosine similarity of vectors [B,S,D], averaged over batch and tokens."""
     one, other = before.astype(mx.float32), after.astype(mx.float32)
     sizes = mx.linalg.norm(one, axis=-1) * mx.linalg.norm(other, axis=-1)
     similarity: mx.array = ((one * other).sum(-1) / mx.maximum(sizes, 1e-20)).mean()

@@ -113,8 +113,6 @@ def observe_queries(
 ) -> Iterator[QueryTap]:
     """Observe the queries of `model`'s attention inside a `with` block.
 
-    Keys or values that have a method `attend(queries, keys, values, scale, mask, ...)`, as quantised rows of our caches
-    do, do the attention themselves, also in a layer that reads another's rows and passes no cache.
     Each attention call of the model is reported twice, once it ran: to its cache, when that has a method
     `observe_queries(output, queries, keys, values, scale, **terms)`, whose result (the output, perhaps tied to new
     state with `mx.depends`) takes the output's place; and to `callback`, as an `ObservedAttention`. `terms` are, by
@@ -122,6 +120,8 @@ def observe_queries(
     numbers, which are added to the logits; and whatever argument a model may pass that mlx_lm's own attention does not
     know. Most pass none.
 
+    Keys or values that have a method `attend(queries, keys, values, scale, mask, ...)`, as quantised rows of our caches
+    do, do the attention themselves, also in a layer that reads another's rows and passes no cache.
     Models of one architecture share the code that is tapped. `caches`, a prompt cache of this model, limits `callback`
     to the calls made with them (those inside a CacheList count); without it every call of that code is reported, those
     without a cache too. Taps nest, in any order of removal.

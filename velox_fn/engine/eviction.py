@@ -117,8 +117,8 @@ class Eviction(Generic[StateT]):
     ready: Callable[[StateT], StateT] = lambda state: state
     """state -> state as the next token finds it, where rows leave at intervals (`interval`)."""
     arrival: Callable[[StateT, mx.array, mx.array, mx.array | None], mx.array] | None = None
-    """(state, keys, values, valid) -> ranks int64 [B,H,S] of a block, of a static method: a row that is quantised is
-    scored when it arrives, before that."""
+    """(state, keys, values, valid) -> ranks int64 [B,H,S] of an arriving block. Static methods have it: their rows are
+    scored before they are quantised."""
 
     def __post_init__(self) -> None:
         # Headers of saved caches are JSON, which holds no numpy numbers.
@@ -131,7 +131,7 @@ class Eviction(Generic[StateT]):
 
     @functools.cached_property
     def states_fit(self) -> None:
-        """Nothing. Raises ValueError when the states that `init` makes are not such as a cache can hold.
+        """None. ValueError unless the states that `init` makes are such as a cache can hold.
 
         Only a state for one head is looked at. Arrays of a calibration are for another number of heads, so such a
         method is looked at when its first token comes.

@@ -95,7 +95,7 @@ def fused_evict(
 def evict_rows(
     keys: Half, values: Half, ranks: mx.array, competing: mx.array, keep: int, *, metal: bool
 ) -> tuple[Half, Half, mx.array]:
-    """The same for rows with ranks int64 [B,H,n] that compete with `competing`; Metal wants temporal order and arrays.
+    """`fused_evict` of rows with ranks int64 [B,H,n] that compete as `competing`; Metal wants arrays in temporal order.
 
     Returns keys, values and ranks of `keep` rows, and from MLX operations of one more, which is only room.
     """

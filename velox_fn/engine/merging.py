@@ -1,8 +1,8 @@
 """Cache merging: the value of a row that leaves is added to those that follow it, by attention and chance.
 
-A row i that leaves, whichever method chose it, is merged with probability clamp(A_i / mean of A_k, 0, 1), A the
-attention that rows have received from all queries, k the m kept rows that follow it. If it is, V_i / m is added to the
-value of each of them. Keys stay as they came.
+A row i that leaves, whichever method chose it, is merged with probability clamp(A_i / mean of A_k, 0, 1). A is the
+attention that a row has received from all queries, and k are the m kept rows that follow row i. A merge adds V_i / m to
+the value of each of them. Keys stay as they came.
 
 Source: "CaM: Cache Merging for Memory-efficient LLMs Inference" (Zhang et al., ICML 2024, PMLR 235:58840-58850),
 equation 14 and algorithm 1.
@@ -12,7 +12,7 @@ Differs from the paper:
 - Several rows may leave with one call. What a kept row gains in one call is at most the mean of the values merged into
   it: of c > m values each counts 1/c, not 1/m. The authors' code merges none of the rows that leave after a prompt.
 - The query heads of a group count together.
-- The draw is a hash of seed and position, the same in all heads and layers, so that batches and ranks draw alike.
+- The draw is a hash of seed and position, the same in all heads and layers, so that batches and shards draw alike.
 - A row with a non-finite key or value is not merged.
 - The authors' code takes the weights of the last query for A, and the rows of the recent window for k.
 """

@@ -55,7 +55,7 @@ def pinned_state(state: Any, pinned: Pinned) -> Any:
 
 
 def pinned_by_sequence(state: Any, pinned: Sequence[Ranges]) -> Any:
-    """The same with ranges for each sequence."""
+    """`pinned_state` with ranges for each sequence."""
     if not any(pinned):
         return state
     store: Store = state.store

@@ -1,4 +1,4 @@
-"""Rows kept quantised: what the arriving row is worth is told before, and its bits do not change afterwards."""
+"""Rows kept quantised: a row is quantised once, when it arrives, and its bits do not change afterwards."""
 
 import dataclasses
 from collections.abc import Mapping

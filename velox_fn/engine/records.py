@@ -61,7 +61,7 @@ def with_arrays(state: _Record, leaves: Sequence[mx.array]) -> _Record:
 
 
 def refilled(state: _Record, leaves: Sequence[mx.array]) -> _Record:
-    """`with_arrays` for who brings the static fields into line: arrays of any shape."""
+    """`with_arrays` for arrays of any shape. The caller brings the static fields into line."""
     expected = len(arrays(state))
     if len(leaves) != expected:
         raise ValueError(f"{type(state).__name__} has {expected} arrays; {len(leaves)} were given")

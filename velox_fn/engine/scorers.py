@@ -36,8 +36,8 @@ class StaticScorer:
     score: Callable[[mx.array, mx.array, mx.array, tuple[mx.array, ...], RowSums], mx.array]
     """(keys [B,H,S,D], values [B,H,S,D_v], positions int32 [B,1,S], what `takes` names, sums) -> float32 [B,H,S]"""
     takes: tuple[str, ...] = ()  # calibrated directions, each [H,D], by the name of the argument that brings it
-    reads: tuple[str, ...] = ("keys",)  # and so is not finite where one of them is not
-    newest_first: bool = False  # it grows with the position, and rounds: the higher position is better among equals
+    reads: tuple[str, ...] = ("keys",)  # the halves of a row that it reads: it is not finite where one is not
+    newest_first: bool = False  # it grows with the position, rounded: among equals the higher position is better
 
 
 def projection_terms(rows: mx.array, directions: mx.array) -> mx.array:

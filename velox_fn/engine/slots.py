@@ -61,9 +61,10 @@ def fitted(store: Store) -> Store:
 
 
 def land_in_slots(store: Store, keys: mx.array, values: mx.array, real: tuple[int, ...]) -> tuple[Store, View]:
-    """Let a block in, of which the first `real` tokens of each sequence are no padding. The view is all columns, with a
-    single token in its slot, and several after them; of the first block, the block alone. Where rows are quantised, as
-    in `landing.land`.
+    """Let a block in, of which the first `real` tokens of each sequence are real.
+
+    The view is all columns. A single token stands in its slot, several stand after the columns. The view of the first
+    block is the block alone. Quantised rows are shown as in `landing.land`.
     """
     store = opened(store)
     span = span_of(store)

@@ -106,7 +106,7 @@ def _ranks(
 
 
 def _checked(scores: Scores | mx.array, keys: mx.array, values: mx.array) -> Scores:
-    """Scores of a block; with a plain array, rows that are not finite are looked for in both halves."""
+    """Scores of a block; given an array alone, both halves are searched for rows that are not finite."""
     if isinstance(scores, Scores):
         return scores
     if not isinstance(scores, mx.array) or scores.dtype != mx.float32 or scores.shape != keys.shape[:3]:

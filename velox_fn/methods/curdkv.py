@@ -307,4 +307,4 @@ def _taken_off(store: Store, n_tokens: int, valid: mx.array | None) -> tuple[Sto
 
 
 _AT_ONCE = dynamic_eviction("curdkv", curdkv_init, curdkv_observe, {})
-"""What is given whole intervals."""
+"""The method without an interval, which is given each whole interval as one block."""

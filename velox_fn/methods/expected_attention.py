@@ -189,7 +189,7 @@ def _with_queries(state: ExpectedAttentionState, observed: Observed, rope: RopeS
     positions = observed.query_positions
     counted = positions >= state.store.n_sink
     queries = observed.queries
-    queries = queries.reshape(*state.query_sum.shape[:2], -1, *queries.shape[3:])  # read once per query head, perhaps
+    queries = queries.reshape(*state.query_sum.shape[:2], -1, *queries.shape[3:])  # keys may be there per query head
     if rope is not None:
         queries = rope_remap_positions(queries, positions[:, None, None], mx.array(0), rope)
     queries = mx.where(counted[:, None, None, :, None] & mx.isfinite(queries), queries, 0.0)

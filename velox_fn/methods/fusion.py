@@ -37,7 +37,7 @@ PER_TERM = ("weights", "means", "deviations")
 """The arguments [H,T] that have a column for each term."""
 
 _OFF = MappingProxyType({"max": -3e38, "sum": 0.0})
-"""What a term counts that is left out. Finite: a row that no term scores still beats one that is not finite."""
+"""What a term that is left out counts. Finite: a row that no term scores still beats one that is not finite."""
 
 
 def fusion(

@@ -45,8 +45,8 @@ def h2o(
 ) -> Eviction[DynamicState]:
     """The H2O method: keep the rows that attention has looked at most, and the most recent ones.
 
-    Source: arXiv:2306.14048, section 4. Scores come from queries [B,H_q,S,D]; without them the keys stand
-    in.
+    Source: arXiv:2306.14048, section 4. Scores come from queries [B,H_q,S,D]; without them the keys
+    stand in.
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

@@ -35,7 +35,7 @@ OF_ROWS = ("score_keys", "score_key_squares", "score_values", "score_value_squar
 LEARNED = (*OF_ROWS, "score_age")
 """All arguments that a calibration brings."""
 RECENT_SHARE = 0.5
-"""Of the budget, protected as recent by `install`. Less than of other methods, since age has a term of its own."""
+"""The share of the budget that `install` protects as recent. Less than usual, since age has a term of its own."""
 
 
 def learned(
@@ -55,7 +55,7 @@ def learned(
 ) -> Eviction:
     """A fitted score of key, value and age. `install` brings the arrays from a calibration.
 
-    Source: this project's own, no paper (docs/learned.md). Common arguments: see `METHODS`.
+    Source: this project's own, no paper (docs/learned.md).
 
     Args:
         budget: most rows kept for each KV head, sinks and recent rows included.

@@ -270,4 +270,4 @@ _SCORES: Mapping[tuple[bool, int], RowScores] = MappingProxyType(
     }
 )
 _AT_ONCE = Eviction(qfilters_init, _update, "qfilters", {})
-"""What is given whole intervals."""
+"""The method without an interval, which is given each whole interval as one block."""

@@ -1,7 +1,7 @@
 """Random eviction: keep rows by lot, the floor that any informed method must beat.
 
 A row's score is a hash of (seed, layer, head, position), uniform in [0, 1). It does not depend on what else is in the
-batch, nor on how the tokens were split into calls. So a run can be repeated, and chunks do not change the kept set.
+batch, nor on how the tokens were split into calls. So a run can be repeated.
 """
 
 import mlx.core as mx

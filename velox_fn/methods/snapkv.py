@@ -36,8 +36,8 @@ def snapkv(
 ) -> Eviction[DynamicState]:
     """The SnapKV method: keep the rows that the last queries look at, and their neighbours.
 
-    Source: arXiv:2404.14469, section 4. Scores come from queries [B,H_q,S,D]; without them the keys stand
-    in.
+    Source: arXiv:2404.14469, section 4. Scores come from queries [B,H_q,S,D]; without them the keys
+    stand in.
 
     Args:
         budget: most rows kept for each KV head, sinks and the window included.

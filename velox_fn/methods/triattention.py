@@ -1,11 +1,11 @@
 """TriAttention: keep the keys that queries around calibrated centres will look at from where they will stand.
 
-Before RoPE the queries of a head stay close to a centre. For a key k of that age, over the pairs f of dimensions that
-RoPE turns, as complex numbers before RoPE,
+Before RoPE the queries of a head stay close to a centre. What a query at distance d from now will think of a key k is
+a sum over the pairs f of dimensions that RoPE turns, as complex numbers before RoPE:
 
     S(k, d) = sum_f |E q_f| |k_f| cos(w_f (age + d) + arg(E q_f conj(k_f)))  +  sum_f (E |q_f| - |E q_f|) |k_f|
 
-and the score is the mean over the distances d = 1, 2, 4, ... 2^16 at which later queries may stand. Where query heads
+The score is the mean over the distances d = 1, 2, 4, ... 2^16 at which later queries may stand. Where query heads
 share a KV head, the scores of each are brought to mean 0 and deviation 1 over the rows, and the largest counts.
 
 The mean over d turns each centre once, so a cached key, which has turned already, needs one product with it.
