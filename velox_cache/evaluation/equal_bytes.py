@@ -128,12 +128,21 @@ def by_share(found: Sequence[EqualBytesReading]) -> list[dict[str, Any]]:
 def saved_readings(folder: Path) -> list[EqualBytesReading]:
     """The readings saved in `folder` as TEXT.json, of one model under one method, all texts together.
 
-    Raises ValueError when there are none.
+    Raises ValueError when there are none, or a file holds something else.
     """
     files = sorted(folder.glob("*.json"))
     if not files:
         raise ValueError(f"{folder} holds no TEXT.json, as `velox eval quantised --json` writes them")
-    return [EqualBytesReading(**one) for file in files for one in json.loads(file.read_text())]
+    found = []
+    for file in files:
+        try:
+            found.extend(EqualBytesReading(**one) for one in json.loads(file.read_text()))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{file} holds no readings at equal bytes; give a folder that holds what `velox eval quantised --json` "
+                "writes, and nothing else"
+            ) from error
+    return found
 
 
 def _widths(pair: tuple[int | None, int | None], group_size: int) -> dict[str, Any]:
