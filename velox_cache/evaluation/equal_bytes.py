@@ -65,7 +65,7 @@ def read_at_equal_bytes(
 
     dtype: that rows come in. The model computes in its own, since a CPU has no fast 16-bit products.
     """
-    found = []
+    found: list[EqualBytesReading] = []
     row_bytes = {
         name: _row_bytes(model, method, _widths(pair, group_size), settings, calibration, dtype)
         for name, pair in WIDTHS.items()
@@ -133,7 +133,7 @@ def saved_readings(folder: Path) -> list[EqualBytesReading]:
     files = sorted(folder.glob("*.json"))
     if not files:
         raise ValueError(f"{folder} holds no TEXT.json, as `velox eval quantised --json` writes them")
-    found = []
+    found: list[EqualBytesReading] = []
     for file in files:
         try:
             found.extend(EqualBytesReading(**one) for one in json.loads(file.read_text()))
