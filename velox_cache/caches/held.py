@@ -122,10 +122,7 @@ class Held:
 
     def mask(self, n_tokens: int, *, as_array: bool) -> mx.array | str | None:
         """The mask for the next tokens: None, "causal", or a bool array. See `masks`."""
-        rows = self.rows
-        if rows.record is not None:
-            rows = replace(rows, record=self.method.ready(rows.record))
-        return mask_of_next(rows, n_tokens, as_array=as_array)
+        return mask_of_next(self.rows, n_tokens, self.method.ready, as_array=as_array)
 
     def every_row(self) -> View:
         """Keys and values of all tokens, in order. ValueError before the first, and once rows were evicted."""

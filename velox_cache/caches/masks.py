@@ -1,5 +1,9 @@
 """Attention masks over kept rows, also of batches whose sequences hold different numbers of tokens."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import mlx.core as mx
 
 from velox_cache.caches.padding import padding_first
@@ -9,19 +13,24 @@ from velox_fn.engine.slots import opened, used_columns
 from velox_fn.engine.store import Store, competing, overwrites, seen_rows
 
 
-def mask_of_next(rows: Sequences, n_tokens: int, *, as_array: bool) -> mx.array | str | None:
-    """The mask for the next tokens over `rows`, which are as the first of them finds them.
+def mask_of_next(
+    rows: Sequences, n_tokens: int, ready: Callable[[Any], Any], *, as_array: bool
+) -> mx.array | str | None:
+    """The mask for the next tokens over `rows`. ready: gives the record as the first of them finds it.
 
     None where all may see all, "causal", or a bool array: [B,1,N,n+N] where sequences differ or are padded, and
     [N,n+N] where `as_array` asks for one. Ranks are needed where sequences differ.
     """
     real = rows.real_tokens(n_tokens)
-    if rows.ragged or min(real) < n_tokens:
-        mask = ragged_mask(None if rows.record is None else rows.store, n_tokens, real)
-        return padding_first(mask, rows.padding_first(n_tokens))
-    if n_tokens == 1:
-        return None
-    return causal_array(rows.kept, n_tokens) if as_array else "causal"
+    uneven = rows.ragged or min(real) < n_tokens
+    if not uneven and (n_tokens == 1 or not as_array):
+        return None if n_tokens == 1 else "causal"
+    if rows.record is not None:
+        rows = replace(rows, record=ready(rows.record))
+    if not uneven:
+        return causal_array(rows.kept, n_tokens)
+    mask = ragged_mask(None if rows.record is None else rows.store, n_tokens, real)
+    return padding_first(mask, rows.padding_first(n_tokens))
 
 
 def ragged_mask(store: Store | None, n_tokens: int, real: tuple[int, ...]) -> mx.array:
