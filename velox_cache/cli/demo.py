@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from velox_cache.evaluation.demo import Workload, compare_arms, comparison_work, default_arms, results_table
     from velox_cache.models import SOURCES, fetch_model
     from velox_cache.progress import told_progress
+    from velox_cache.slow_blas import slow_blas_advice
 
     console = Console()
     if not console.is_terminal:
@@ -50,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     model, tokenizer = load_model(model_path)
     name = model_id(model_path)
     console.print(f"[bold]{name}[/bold], {platform.machine()}, {os.cpu_count()} CPU cores")
+    if (advice := slow_blas_advice()) is not None:
+        console.print(advice)
 
     workload, arms = Workload(), default_arms(arguments.budgets)
     file = calibration_file(model)

@@ -38,6 +38,12 @@ def test_the_next_steps_can_be_typed():
     compile(python, "next step", "exec")
 
 
+def test_a_demo_on_a_slow_blas_says_what_to_do(letters_demo, capsys, monkeypatch):
+    monkeypatch.setattr("velox_cache.slow_blas.slow_blas_advice", lambda: "take a faster one")
+    assert main(["demo", "--model", "owner/tiny", "--budgets", "24,16", "--calibration-tokens", "200"]) == 0
+    assert "take a faster one" in capsys.readouterr().out
+
+
 def test_a_demo_ends_with_its_table_and_three_next_steps(tiny_model, letters_demo, capsys):
     assert main(["demo", "--model", "owner/tiny", "--budgets", "24,16", "--calibration-tokens", "200"]) == 0
     lines = capsys.readouterr().out.splitlines()
