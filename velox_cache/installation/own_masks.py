@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from velox_cache.introspection.own_calls import call_as_given, call_by, is_called_by
+from velox_cache.introspection.own_calls import call_as_given, call_by, is_called_by, layers_of
 from velox_cache.introspection.query_tap import flat_caches
 
 _GIVEN = "call_with_mask_given"
@@ -51,30 +51,26 @@ class OwnMask(str):
 
 def look_up_masks(model: nn.Module) -> None:
     """Have each layer of `model` take the mask of its own cache in the place of an `OwnMask`."""
-    for layer in _layers(model):
+    for layer in layers_of(model):
         call_by(layer, _GIVEN, _looking_up)
 
 
 def take_masks_as_given(model: nn.Module) -> None:
     """Undo `look_up_masks`. Does nothing when it was not called."""
-    for layer in _layers(model):
+    for layer in layers_of(model):
         call_as_given(layer, _GIVEN)
 
 
 @contextmanager
 def looking_up_masks(model: nn.Module) -> Iterator[None]:
     """`look_up_masks` for the length of a `with`, unless it is done already."""
-    before = [is_called_by(layer, _GIVEN) for layer in _layers(model)]
+    before = [is_called_by(layer, _GIVEN) for layer in layers_of(model)]
     look_up_masks(model)
     try:
         yield
     finally:
         if not any(before):
             take_masks_as_given(model)
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    return [layer for layer in getattr(model, "layers", ()) if isinstance(layer, nn.Module)]
 
 
 def _looking_up(given: type[nn.Module]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from velox_cache.introspection.observed_prefill import viewed_caches
-from velox_cache.introspection.own_calls import call_as_given, call_by
+from velox_cache.introspection.own_calls import call_as_given, call_by, layers_of
 from velox_cache.introspection.query_tap import flat_caches
 
 _WATCHED = "watched_call"
@@ -29,7 +29,7 @@ def layer_similarities(model: nn.Module, tokens: Sequence[int]) -> Mapping[int, 
         for entry in _read(entry_of, arguments):
             found.setdefault(entry, _cosine(_input(arguments, result), result))
 
-    with _watched(_layers(model), seen):
+    with _watched(layers_of(model), seen):
         model(mx.array([list(tokens)]), cache=caches)
     return {entry: float(np.array(similarity)) for entry, similarity in found.items()}
 
@@ -60,7 +60,7 @@ def attention_sizes(model: nn.Module, caches: Sequence[Any]) -> Iterator[dict[in
                 squares = (mx.square(x.astype(mx.float32)).mean() for x in (part, _input(arguments, result)))
                 found[entry] = found.get(entry, mx.zeros(2)) + mx.stack(list(squares))
 
-    layers = _layers(model)
+    layers = layers_of(model)
     parts = [part for layer in layers for part in layer.children().values() if isinstance(part, nn.Module)]
     with _watched(parts, part_seen), _watched(layers, layer_seen):
         yield found
@@ -87,10 +87,6 @@ def _watched(
     finally:
         for module in modules:
             call_as_given(module, _WATCHED)
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    return [layer for layer in getattr(model, "layers", ()) if isinstance(layer, nn.Module)]
 
 
 def _entries(caches: Sequence[Any]) -> Mapping[int, int]:

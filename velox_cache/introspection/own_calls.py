@@ -28,3 +28,8 @@ def call_as_given(module: nn.Module, name: str) -> None:
     """Undo `call_by`. Does nothing when it was not called."""
     if is_called_by(module, name):
         module.__class__ = type(module).__bases__[0]
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model that are modules: in a pipeline other ranks' are none."""
+    return [layer for layer in getattr(model, "layers", ()) if isinstance(layer, nn.Module)]
