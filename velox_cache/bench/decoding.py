@@ -38,10 +38,11 @@ def decoding_in_turns(
     with observe_queries(model):
         for budget in budgets:
             arms: dict[str, Call] = {}
-            for label, make in cache_makers(model, budget, calibration, methods).items():
+            makers = cache_makers(model, budget, calibration, methods)
+            made = {label: make() for label, make in makers.items()}  # first: what cannot be made is said at once
+            uninstall(model)
+            for label, cache in made.items():
                 advance(f"{label}, {budget}, in turns")
-                cache = make()
-                uninstall(model)
                 mx.eval(model(prompt, cache=cache))
                 arms[label] = partial(_decode, model, cache)
             setting = f"{TOKENS} tokens, budget {budget}, after {PROMPT}"
