@@ -62,7 +62,7 @@ def test_a_token_that_does_not_fit_is_refused_and_nothing_is_lost(shape: tuple[i
     cache = EvictingKVCache(make("l2norm", INTERVAL))
     for t in range(11):
         cache.update_and_fetch(*tokens(t, t + 1))
-    with pytest.raises(ValueError, match="batch size|KV heads|value_dim|no token"):
+    with pytest.raises(ValueError, match=r"batch size|KV heads|value_dim|no token"):
         cache.update_and_fetch(mx.zeros(shape), mx.zeros(shape))
     keys, _ = cache.update_and_fetch(*tokens(11, 12))
     np.testing.assert_array_equal(np.array(keys), np.array(KEYS[:, :, :12]))
