@@ -1,4 +1,4 @@
-"""A prompt read under a model whose caches evict at intervals, which takes the call apart, in turns with other caches."""
+"""A prompt read under a model in turns with each cache: at intervals its call is taken apart."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ def prefill_in_turns(
         uninstall(model)
         installs[interval]()
         fresh[f"interval {interval}"] = make_prompt_cache(model)
-    arms = {label: partial(_read, model, mx.array(tokens)[None], caches) for label, caches in fresh.items()}
+    arms = {label: partial(_read, model, mx.array(list(tokens))[None], caches) for label, caches in fresh.items()}
     arms = {"interval 1": arms["interval 1"], **arms}  # the reference is the first
     found = compare("prefill under the model", f"{len(tokens)} tokens", arms, rounds=rounds)
     uninstall(model)
