@@ -13,10 +13,11 @@ from velox_cache.caches.mlx_vlm_protocol import memory_profile
 from velox_cache.caches.rows_read import queries_over
 from velox_cache.caches.sequences import Sequences
 from velox_cache.caches.state import pack_state, same_method, unpack_state
+from velox_cache.caches.tail import Tail
 from velox_cache.caches.trimming import interval_of
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction, State
-from velox_fn.engine.half import Half
+from velox_fn.engine.half import Half, Widths
 from velox_fn.engine.interval import interval_parts
 from velox_fn.engine.pinned import Pinned
 from velox_fn.engine.records import arrays
@@ -39,6 +40,17 @@ class EvictingKVCache:
         self._held = Held.nothing(method, true_queries=true_queries, snapshots=snapshots)
         self._view: View | None = None
 
+    @property
+    def _held(self) -> Held:
+        """All that the cache holds, as one value."""
+        return self._last if self._tail is None else self._tail.held
+
+    @_held.setter
+    def _held(self, held: Held) -> None:
+        room = held.appends
+        self._tail = Tail(held, room) if room else None
+        self._last = held.without_rows() if room else held
+
     # What attention calls
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> View:
@@ -50,8 +62,11 @@ class EvictingKVCache:
         Raises ValueError when the block does not fit what is cached, which then stays as it was.
         """
         self._start_last_view()
-        self._held, self._view = self._held.with_block(keys, values)
-        return self._view
+        view = None if self._tail is None else self._tail.append(keys, values)
+        if view is None:
+            self._held, view = self._held.with_block(keys, values)
+        self._view = view
+        return view
 
     def observe_queries(
         self,
@@ -74,10 +89,11 @@ class EvictingKVCache:
 
         Raises ValueError for any other term of the softmax, without which the scores would be those of another model.
         """
-        if self._held.waiting is None or self._view is None:
+        waiting = self._last.waiting
+        if waiting is None or self._view is None:
             return output
-        queries, mask = self._held.waiting.in_order(queries), self._held.waiting.in_order(mask)
-        over = queries_over(self._view, self._held.widths, queries, keys, values, mask)
+        queries, mask = waiting.in_order(queries), waiting.in_order(mask)
+        over = queries_over(self._view, self._last.widths, queries, keys, values, mask)
         if over is None:
             return output
         self._held = self._held.observed(over, scale, sinks, others)
@@ -97,18 +113,18 @@ class EvictingKVCache:
 
         mlx_lm's attention looks for it and then reads the view by itself, so that no query tap is needed.
         """
-        widths = self._held.widths
         packed = self._view is not None and isinstance(self._view[0], tuple)
-        if not packed or widths.key_bits is None or widths.key_bits != widths.value_bits:
+        widths = self._last.widths if packed else Widths()
+        if widths.key_bits is None or widths.key_bits != widths.value_bits:
             raise AttributeError("the last view shows no rows that are quantised in one width")
         return widths.key_bits
 
     @property
     def group_size(self) -> int:
         """Numbers of a quantised row that share a scale; absent where rows stay as they came."""
-        if not self._held.widths.packed:
+        if not self._last.widths.packed:
             raise AttributeError("the rows of this cache are not quantised")
-        return self._held.widths.group_size
+        return self._last.widths.group_size
 
     @property
     def keys(self) -> Half | None:
@@ -126,6 +142,8 @@ class EvictingKVCache:
     @property
     def offset(self) -> int | mx.array:
         """Tokens seen: an int, or int32 [B] for a merged batch. Less the padding that is to come before the first."""
+        if self._tail is not None:
+            return self._tail.offset
         rows = self._held.rows
         if not rows.batched:
             return rows.offsets[0] - sum(rows.padding)
@@ -149,7 +167,7 @@ class EvictingKVCache:
     @property
     def interval(self) -> int:
         """Tokens from one boundary, where rows leave, to the next; 1: they leave with every call."""
-        return interval_of(self._held.method)
+        return interval_of(self.method)
 
     def parts(self, n_tokens: int) -> tuple[int, ...]:
         """How the next S tokens must be cut into calls, none of which may cross a boundary: the parts' sizes."""
@@ -168,6 +186,8 @@ class EvictingKVCache:
                 f"a sliding window (window_size={window_size}) over evicted rows is not defined; leave this layer its "
                 "own cache, as install() does"
             )
+        if N == 1 and self._tail is not None:  # its sequences are in step: all rows are for all of them
+            return None
         rows = self._held.rows
         if not rows.offsets:
             raise ValueError("no sequence is left in this batch, so it has no mask; extend it first")
@@ -242,7 +262,7 @@ class EvictingKVCache:
         The rows are quantised once, and so are those that come. Absent where they are so already. Raises ValueError
         where the method cannot work on quantised rows, or the group does not divide their width.
         """
-        if self._held.widths.packed:
+        if self._last.widths.packed:
             raise AttributeError("the rows of this cache are quantised already")
 
         def quantised(group_size: int = 64, bits: int = 4) -> EvictingKVCache:
@@ -330,7 +350,7 @@ class EvictingKVCache:
         """A cache that goes on by itself; arrays are shared until they differ, since the rows never change in place."""
         twin = self.__class__.__new__(self.__class__)
         twin.__dict__.update(self.__dict__)
-        twin._view = None
+        twin._held, twin._view = self._held, None
         return twin
 
     def __copy__(self) -> Self:
@@ -343,7 +363,7 @@ class EvictingKVCache:
 
     def __repr__(self) -> str:
         """Method, rows, tokens seen by each sequence, bytes. Nothing waits for the device."""
-        budget = self._held.method.settings.get("budget")
+        budget = self.method.settings.get("budget")
         tokens = " + ".join(map(str, self._held.rows.offsets)) or "0"
         return (
             f"<{type(self).__name__}: {self.method.name}, budget {budget}, {self.size()} rows of {tokens} tokens, "
@@ -352,7 +372,7 @@ class EvictingKVCache:
 
     @property
     def method(self) -> Eviction:
-        return self._held.method
+        return self._last.method
 
     @property
     def record(self) -> State | None:

@@ -13,6 +13,7 @@ from velox_cache.caches.sequences import Sequences, extracted, merged, selected
 from velox_cache.caches.state import same_method
 from velox_cache.caches.trimming import Past, has_evicted, interval_of, rollback_of
 from velox_fn.engine import checks
+from velox_fn.engine.appending import appended
 from velox_fn.engine.attention import Queries
 from velox_fn.engine.eviction import Eviction, check_state
 from velox_fn.engine.half import Widths, cut
@@ -69,6 +70,26 @@ class Held:
 
     # A token's way in
 
+    @property
+    def appends(self) -> int:
+        """How many of the next single tokens are only appended, and change nothing else but counts."""
+        rows = self.rows
+        if rows.record is None or self.waiting is not None or rows.lengths is not None or rows.padding:
+            return 0
+        scored_later = self.true_queries and self.method.observation is not None
+        return 0 if scored_later else min(self.method.appends(rows.record), checks.MOST_TOKENS - max(rows.offsets))
+
+    def without_rows(self) -> "Held":
+        """For whoever appends to the rows, and hands them to `appended`."""
+        return replaced(self, rows=self.rows.with_store(replaced(self.rows.store, keys=None, values=None)))
+
+    def appended(self, keys: mx.array, values: mx.array, n_tokens: int) -> "Held":
+        """After so many more single tokens, whose rows these arrays of the store hold by now."""
+        record = self.rows.record
+        record = replaced(record, store=appended(self.rows.store, keys, values, n_tokens))
+        real = (n_tokens,) * len(self.rows.offsets)
+        return replaced(self, rows=self.rows.advanced(record, real, n_tokens), past=self.past.advanced(real))
+
     def with_block(self, keys: mx.array, values: mx.array) -> tuple["Held", View]:
         """With keys [B,H,S,D] and values [B,H,S,D_v] taken in, and what their queries may attend to.
 
@@ -97,7 +118,7 @@ class Held:
         else:
             record, view = self.method.update(record, keys, values, valid=valid)
         rows = self.rows.advanced(record, real, n_tokens)
-        return replaced(self, rows=rows, past=past.advanced(real), waiting=waiting), shown(view, self.widths)
+        return replaced(self, rows=rows, past=past.advanced(real), waiting=waiting), shown(view, record.store.widths)
 
     def observed(self, queries: Queries, scale: float, sinks: mx.array | None, others: Mapping[str, Any]) -> "Held":
         """With the block that waits scored by its queries. ValueError for `others`, terms of a softmax not ours."""

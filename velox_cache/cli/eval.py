@@ -21,6 +21,7 @@ EXAMPLES = f"""examples:
   velox eval recency smollm2-135m --method qfilters --budget 128 --calibration calibration.npz
   velox eval stalled-offset smollm2-135m --method qfilters --budget 256 --calibration calibration.npz
   velox eval prefill --method qfilters --budget 512
+  velox eval prefill-at-intervals smollm2-135m --method l2norm --budget 512
   velox eval intervals smollm2-135m --method fusion --budget 512 --context 1024 --calibration calibration.npz
   velox eval agent-session smollm2-135m --method l2norm --budget 384 --set interval=128
   velox eval quantised smollm2-135m --method l2norm --context 1024
@@ -57,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         if name in ("perplexity", "fidelity", "recency", "curdkv", "intervals", "quantised", "stalled-offset"):
             kind.add_argument("--scored", type=int, default=96, metavar="N", help="tokens predicted (default: 96)")
+        if name == "prefill-at-intervals":
+            kind.set_defaults(context=2048)
+            kind.add_argument("--rounds", type=int, default=4, metavar="N", help="turns of each cache (default: 4)")
         if name == "agent-session":
             kind.set_defaults(context=2000)
             kind.add_argument("--turns", type=int, default=10, metavar="N", help="replies (default: 10)")
@@ -111,6 +115,7 @@ _KINDS: Mapping[str, tuple[str, bool, bool]] = MappingProxyType(
         "recency": ("how many recent rows to protect, at a budget", True, True),
         "stalled-offset": ("what it costs when positions stop at the budget, an ablation", True, True),
         "prefill": ("prefill at once against chunks, of the cache alone: kept rows and time", False, True),
+        "prefill-at-intervals": ("a prompt read by the model, whose calls are taken apart, in turns", True, True),
         "intervals": ("what eviction at intervals costs in quality, at equal peak rows (--budget)", True, True),
         "saved-intervals": ("the means of saved `velox eval intervals`, over all texts of each method", False, False),
         "agent-session": (
@@ -138,6 +143,7 @@ _RUN: Mapping[str, Callable[[argparse.Namespace], Result]] = MappingProxyType(
         "recency": eval_readings.recency,
         "stalled-offset": eval_readings.stalled_offset,
         "prefill": eval_costs.prefill,
+        "prefill-at-intervals": eval_costs.prefill_at_intervals,
         "intervals": eval_readings.intervals,
         "saved-intervals": eval_readings.saved_intervals,
         "agent-session": eval_costs.agent_session,

@@ -25,6 +25,35 @@ def prefill(arguments: argparse.Namespace) -> Result:
     return rows, rows
 
 
+def prefill_at_intervals(arguments: argparse.Namespace) -> Result:
+    from functools import partial
+
+    from velox_cache.bench.prefilling import prefill_in_turns
+
+    model, tokenizer = load_model(arguments.model)
+    tokens = text_tokens(arguments, tokenizer, arguments.context)
+    given = arguments.settings
+
+    def installed(interval: int) -> None:
+        arguments.settings = [*given, ("interval", interval)]
+        install_method(model, arguments, tokenizer=tokenizer)
+
+    installs = {interval: partial(installed, interval) for interval in (1, 64, 128, 256)}
+    found = prefill_in_turns(model, tokens, installs, rounds=arguments.rounds)
+    rows: Records = [
+        {
+            "cache": one.label,
+            "s": one.median_us / 1e6,
+            "times interval 1": one.ratio,
+            "quartiles": f"{one.ratio_low:.2f} - {one.ratio_high:.2f}",
+            "CPU s": one.cpu_us / 1e6,
+            "CPU ratio": one.cpu_ratio,
+        }
+        for one in found.timings
+    ]
+    return rows, rows
+
+
 def agent_session(arguments: argparse.Namespace) -> Result:
     from velox_cache.evaluation.agent_session import Script, agent_session
     from velox_cache.harness.texts import passages, text_named

@@ -119,6 +119,8 @@ class Eviction(Generic[StateT]):
     arrival: Callable[[StateT, mx.array, mx.array, mx.array | None], mx.array] | None = None
     """(state, keys, values, valid) -> ranks int64 [B,H,S] of an arriving block. Static methods have it: their rows are
     scored before they are quantised."""
+    appends: Callable[[StateT], int] = lambda state: 0
+    """state -> how many of the next single tokens are only appended to it (`appending`), where that is known."""
 
     def __post_init__(self) -> None:
         # Headers of saved caches are JSON, which holds no numpy numbers.

@@ -93,19 +93,19 @@ def fused_evict(
 
 
 def evict_rows(
-    keys: Half, values: Half, ranks: mx.array, competing: mx.array, keep: int, *, metal: bool
+    keys: Half, values: Half, ranks: mx.array, competing: mx.array, keep: int, room: int, *, metal: bool
 ) -> tuple[Half, Half, mx.array]:
     """`fused_evict` of rows with ranks int64 [B,H,n] that compete as `competing`; Metal wants arrays in temporal order.
 
-    Returns keys, values and ranks of `keep` rows, and from MLX operations of one more, which is only room.
+    Returns keys, values and ranks of `keep` rows, and from MLX operations `room` more, which hold nothing of use.
     """
     if metal:
         scores, positions = select.rank_scores(ranks), select.rank_positions(ranks)
         keys, values, scores, positions = _applied(keys, values, scores, positions, competing, keep)
         return keys, values, select.pack_ranks(scores, positions)
     index = select.survivors(competing, keep)
-    # Room for one row more costs almost nothing here. Made for the next token, it would cost a copy of all rows.
-    index = mx.concatenate([index, index[..., -1:]], axis=-1)
+    # Room costs almost nothing here. Made for the next token, it would cost a copy of all rows.
+    index = mx.concatenate([index, mx.repeat(index[..., -1:], room, axis=-1)], axis=-1)
     return (
         rows_at(keys, index),
         rows_at(values, index),

@@ -18,14 +18,14 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn.engine import checks, slots
+from velox_fn.engine.appending import append, room
 from velox_fn.engine.attention import Queries, Reading
 from velox_fn.engine.batch import merge, real_rows, take
 from velox_fn.engine.eviction import Eviction, Observation, StateT
 from velox_fn.engine.half import cut, depending
-from velox_fn.engine.landing import GROWTH, joined, settle, written
-from velox_fn.engine.landing import land as land_rows
+from velox_fn.engine.landing import GROWTH, settle, written
 from velox_fn.engine.records import arrays, replaced
-from velox_fn.engine.rows import Rows, View, arriving_positions
+from velox_fn.engine.rows import View, arriving_positions
 from velox_fn.engine.span import Span, begun
 from velox_fn.engine.store import Store, check_block, kept_rows
 
@@ -103,6 +103,9 @@ def at_intervals(method: Eviction[StateT], interval: int) -> Eviction[StateT]:
     ) -> Any:
         return _with_queries(state, queries, scale, valid, sinks)
 
+    def appends(state: Any) -> int:
+        return room(state.store) if method.shown is None else 0
+
     return dataclasses.replace(
         method,
         init=init,
@@ -111,6 +114,7 @@ def at_intervals(method: Eviction[StateT], interval: int) -> Eviction[StateT]:
         observation=None if method.observation is None else Observation(land=land, observe=observe),
         scored=lambda state: state,
         ready=lambda state: settled(method, state),
+        appends=appends,
     )
 
 
@@ -153,33 +157,15 @@ def settled(method: Eviction, state: Any) -> Any:
 
 
 def _cut(method: Eviction, state: Any) -> Any:
-    """All sequences stand at a boundary: the interval goes to the method as one block."""
-    store, span = state.store, state.store.span
-    n = span.settled
-    before = replaced(
-        store,
-        keys=cut(store.keys, 0, n),
-        values=cut(store.values, 0, n),
-        ranks=store.ranks[:, :, :n],
-        offset=store.offset - span.interval,
-        filled=n,
-        ordered=min(span.kept) == n,
-        seen_by_all=min(span.seen) - span.interval,
-        span=None,
-    )
-    keys, values = cut(store.keys, n, n + span.interval), cut(store.values, n, n + span.interval)
-    state = replaced(state, store=before)
-    if span.ranks:
-        landed, _ = land_rows(before, Rows(keys=keys, values=values, ranks=span.ranks[0][..., 0]), None)
-        state = replaced(state, store=settle(landed, span.interval))
-    elif span.queries and method.observation is not None:
-        state, _ = method.observation.land(state, keys, values, None)
-        sinks = span.queries[1][0] if len(span.queries) > 1 else None
-        state = method.observation.observe(state, span.queries[0], span.scale, None, sinks)
-    else:
-        state, _ = method.update(state, keys, values)
-    rows = kept_rows(replaced(state.store, ordered=state.store.ordered and min(span.kept) == n))
+    """All sequences stand at a boundary: what exceeds the budget leaves them."""
+    span = state.store.span
+    in_order = min(span.kept) == span.settled
+    state = _evicted(method, state, in_order)
+    store = replaced(state.store, ordered=state.store.ordered and in_order)
+    rows = kept_rows(store)
     n_kept = rows.ranks.shape[2]
+    if store.filled > n_kept or not store.ordered:
+        store = replaced(store, keys=rows.keys, values=rows.values)
     after = Span(
         interval=span.interval,
         settled=n_kept,
@@ -188,10 +174,40 @@ def _cut(method: Eviction, state: Any) -> Any:
         seen=span.seen,
         ranks=span.ranks,
     )
-    store = replaced(
-        state.store, keys=rows.keys, values=rows.values, ranks=rows.ranks, filled=n_kept, ordered=True, span=after
-    )
+    store = replaced(store, ranks=rows.ranks, filled=n_kept, ordered=True, span=after)
     return replaced(state, store=slots.fitted(store))
+
+
+def _evicted(method: Eviction, state: Any, in_order: bool) -> Any:
+    """`state`, without its span, after the method has had the whole interval as one block.
+
+    in_order: no padding stands among the rows from before the interval.
+    """
+    store, span = state.store, state.store.span
+    n, end = span.settled, span.settled + span.interval
+    keys, values = cut(store.keys, n, end), cut(store.values, n, end)
+    before = replaced(
+        store,
+        keys=cut(store.keys, 0, n),
+        values=cut(store.values, 0, n),
+        ranks=store.ranks[:, :, :n],
+        offset=store.offset - span.interval,
+        filled=n,
+        ordered=in_order,
+        seen_by_all=min(span.seen) - span.interval,
+        span=None,
+    )
+    state = replaced(state, store=before)
+    if method.arrival is not None and not before.warming_up:  # the rows are in their place: all they lack is ranks
+        came = span.ranks[0][..., 0] if span.ranks else method.arrival(state, keys, values, None)
+        ranks = mx.concatenate([before.ranks, came], axis=2)
+        landed = replaced(store, ranks=ranks, filled=end, ordered=in_order, seen_by_all=min(span.seen), span=None)
+        return replaced(state, store=settle(landed, span.interval, room=min(span.interval, GROWTH)))
+    if span.queries and method.observation is not None:
+        state, _ = method.observation.land(state, keys, values, None)
+        sinks = span.queries[1][0] if len(span.queries) > 1 else None
+        return method.observation.observe(state, span.queries[0], span.scale, None, sinks)
+    return method.update(state, keys, values)[0]
 
 
 def _landed(method: Eviction, state: Any, keys: mx.array, values: mx.array, valid: Valid) -> tuple[Any, View]:
@@ -204,7 +220,7 @@ def _landed(method: Eviction, state: Any, keys: mx.array, values: mx.array, vali
     if state.store.span.ragged or min(real) < n_tokens:
         store, view = slots.land_in_slots(state.store, keys, values, real)
     else:
-        store, view = _appended(state.store, keys, values)
+        store, view = append(state.store, keys, values)
     if method.shown is not None and _has_evicted(slots.span_of(store)):
         view = method.shown(view[0], _view_positions(state.store, store, n_tokens, real), store.offset), view[1]
     state = replaced(state, store=store)
@@ -231,38 +247,6 @@ def _noted(held: mx.array, new: mx.array, first: tuple[int, ...], real: tuple[in
         return noted
     scattered: mx.array = slots.scattered(held, new, first, real)
     return scattered
-
-
-def _appended(store: Store, keys: mx.array, values: mx.array) -> tuple[Store, View]:
-    """All sequences in lockstep: what mlx_lm's own cache does, and no more."""
-    span, n_tokens = slots.span_of(store), keys.shape[2]
-    filled = store.filled + n_tokens
-    came = keys, values
-    keys, values = store.widths.stored(keys, values)
-    if filled <= store.capacity:
-        keys, values = written(store.keys, keys, store.filled), written(store.values, values, store.filled)
-    else:
-        room = min(-(-filled // GROWTH) * GROWTH, span.settled + span.interval) - filled
-        keys = joined(cut(store.keys, 0, store.filled), keys, room)
-        values = joined(cut(store.values, 0, store.filled), values, room)
-    after = replaced(
-        span,
-        since=tuple([since + n_tokens for since in span.since]),
-        seen=tuple([seen + n_tokens for seen in span.seen]),
-    )
-    longer = replaced(
-        store,
-        keys=keys,
-        values=values,
-        offset=mx.array(after.seen, mx.int32),
-        filled=filled,
-        seen_by_all=min(after.seen),  # in lockstep as to boundaries: another may have seen more
-        span=after,
-    )
-    if n_tokens == 1 or not store.widths.packed:
-        return longer, (cut(keys, 0, filled), cut(values, 0, filled))
-    before = store.widths.read(cut(store.keys, 0, store.filled), cut(store.values, 0, store.filled))
-    return longer, (joined(before[0], came[0], 0), joined(before[1], came[1], 0))
 
 
 def _with_queries(state: Any, queries: Queries, scale: float | None, valid: Valid, sinks: mx.array | None) -> Any:

@@ -1,5 +1,6 @@
 """How a block enters a store, and how what exceeds the budget leaves it."""
 
+import copy
 import functools
 from collections.abc import Callable
 
@@ -123,38 +124,11 @@ def append(store: Store, block: Rows, offset: mx.array) -> Store:
     return replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, filled=filled)
 
 
-def puts_off(store: Store, n_tokens: int) -> bool:
-    """Whether the next S tokens may come without ranks: while nothing has to leave, nobody asks for them.
-
-    They are due when the room is used up, so that they are made for a few hundred rows at a time.
-    """
-    if store.widths.packed:  # they could not be made from what is stored
-        return False
-    whole = store.ordered and store.filled == store.seen_by_all  # the rows are all tokens, in order
-    return n_tokens == 1 and whole and store.filled < min(store.most_kept, store.capacity)
-
-
-def append_unscored(store: Store, key: mx.array, value: mx.array) -> tuple[Store, View]:
-    """`store` with one more row [B,H,1,D], [B,H,1,D_v], and its view: what mlx_lm's own cache does, and no more."""
-    filled = store.filled + 1
-    keys, values = written(store.keys, key, store.filled), written(store.values, value, store.filled)
-    longer = replaced(
-        store,
-        keys=keys,
-        values=values,
-        offset=mx.array([filled] * key.shape[0], mx.int32),  # a constant: adding to the old offset would be a kernel
-        filled=filled,
-        seen_by_all=store.seen_by_all + 1,
-        unscored=store.unscored + 1,
-    )
-    return longer, (keys[:, :, :filled], values[:, :, :filled])
-
-
 def written(target: Half, rows: Half, start: int) -> Half:
     """`target` with rows [B,H,S,...] in the places from `start` on."""
     if isinstance(target, tuple):
         return tuple(written(held, new, start) for held, new in zip(target, rows, strict=True))
-    longer = mx.array(target)  # a second handle: the assignment below rebinds it and leaves `target` alone
+    longer = copy.copy(target)  # a second handle: the assignment below rebinds it and leaves `target` alone
     longer[:, :, start : start + rows.shape[2]] = rows
     return longer
 
@@ -172,10 +146,11 @@ def _joined(old: mx.array, new: mx.array, room: int) -> mx.array:
     return mx.concatenate(parts, axis=2) if len(parts) > 1 else new
 
 
-def settle(store: Store, n_tokens: int) -> Store:
+def settle(store: Store, n_tokens: int, room: int = 1) -> Store:
     """A store that S tokens have landed on, cut down to its limit under the selection rule, survivors in row order.
 
-    After a single token one row more may stay: it is the landing row that the next token overwrites.
+    After a single token one row more may stay: it is the landing row that the next token overwrites. room: for how many
+    rows more there is to be room, where rows leave.
     """
     if store.filled <= store.limit or overwrites(store, n_tokens):
         return store
@@ -185,7 +160,7 @@ def settle(store: Store, n_tokens: int) -> Store:
     if metal and not store.ordered:
         rows = in_temporal_order(rows)
     ranks = competing(store, rows.ranks, store.protected)
-    keys, values, ranks = evict_rows(rows.keys, rows.values, rows.ranks, ranks, store.limit, metal=metal)
+    keys, values, ranks = evict_rows(rows.keys, rows.values, rows.ranks, ranks, store.limit, room, metal=metal)
     return replaced(store, keys=keys, values=values, ranks=ranks, filled=store.limit)
 
 

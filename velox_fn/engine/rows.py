@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from velox_fn.engine import select
-from velox_fn.engine.half import Half, each
+from velox_fn.engine.half import Half, each, one_array
 from velox_fn.engine.records import record
 
 View = tuple[Half, Half]
@@ -31,9 +31,9 @@ def gather_rows(rows: Rows, index: mx.array) -> Rows:
 def rows_at(half: Half, index: mx.array) -> Half:
     """[B,H,m,D] of rows [B,H,n,D] at index [B,H,m]."""
     batch, n_heads = index.shape[:2]
-    # Copies whole rows; take_along_axis would copy number by number.
-    at = mx.arange(batch)[:, None, None], mx.arange(n_heads)[:, None], index
-    return each(lambda rows: rows[at], half)
+    firsts = mx.arange(batch * n_heads, dtype=index.dtype).reshape(batch, n_heads, 1) * one_array(half).shape[2]
+    # Copies whole rows by one index; take_along_axis would copy number by number.
+    return each(lambda rows: mx.take(rows.reshape(-1, rows.shape[3]), firsts + index, axis=0), half)
 
 
 def in_temporal_order(rows: Rows) -> Rows:

@@ -12,15 +12,15 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn.engine import checks
+from velox_fn.engine.appending import append, room
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.fused_evict import resolve_metal
 from velox_fn.engine.half import Half, Widths, cut, depending
 from velox_fn.engine.landing import (
+    GROWTH,
     STEPS_KEPT,
-    append_unscored,
     land,
     overwrite_victim,
-    puts_off,
     settle,
     tied,
     window,
@@ -57,8 +57,8 @@ def static_update(
     """Take a block in and evict down to the budget."""
     check_block(store, keys, values, valid)
     n_tokens = keys.shape[2]
-    if valid is None and puts_off(store, n_tokens):
-        return append_unscored(store, keys, values)
+    if valid is None and n_tokens == 1 and room(store) > 0:
+        return append(store, keys, values)
     store = scored(store, score, params)
     if valid is None and overwrites(store, n_tokens):
         held = (store.keys, store.values, store.ranks, store.offset)
@@ -82,7 +82,7 @@ def static_ranks(
 ) -> mx.array:
     """The ranks int64 [B,H,S] of a block that arrives."""
     n_tokens = keys.shape[2]
-    if valid is None and n_tokens == 1:
+    if valid is None and n_tokens <= GROWTH:
         return _compiled_ranks(score)(store.offset, keys, values, mx.array(store.staying, mx.int32), *params)
     return _ranks(score, store.staying, arriving_positions(store.offset, n_tokens, valid), keys, values, *params)
 
@@ -120,10 +120,13 @@ def _checked(scores: Scores | mx.array, keys: mx.array, values: mx.array) -> Sco
 
 @functools.lru_cache(STEPS_KEPT)
 def _compiled_ranks(score: Score) -> Callable[..., mx.array]:
-    """The ranks of one token as a compiled function of (offset, keys, values, staying, *params)."""
+    """The ranks of a few tokens as a compiled function of (offset, keys, values, staying, *params).
+
+    Their cost is the number of kernels.
+    """
 
     def ranks(offset: mx.array, keys: mx.array, values: mx.array, staying: mx.array, *params: mx.array) -> mx.array:
-        return _ranks(score, staying, offset[:, None, None], keys, values, *params)
+        return _ranks(score, staying, arriving_positions(offset, keys.shape[2], None), keys, values, *params)
 
     return mx.compile(ranks)
 
@@ -246,7 +249,16 @@ def static_eviction(
         return static_ranks(state.store, keys, values, score, state.params, valid)
 
     made = {**limits, **(settings or {})}
-    return Eviction(init, update, name, made, params, scored=all_scored, arrival=arrival)
+    return Eviction(
+        init,
+        update,
+        name,
+        made,
+        params,
+        scored=all_scored,
+        arrival=arrival,
+        appends=lambda state: room(state.store),
+    )
 
 
 def per_row(array: mx.array, batch: int) -> mx.array:

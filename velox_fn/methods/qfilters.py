@@ -23,6 +23,7 @@ import mlx.core as mx
 
 from velox_fn.directions.key_svd import warm_up
 from velox_fn.engine import checks
+from velox_fn.engine.appending import room
 from velox_fn.engine.eviction import Eviction, Init
 from velox_fn.engine.interval import at_intervals, begun_at_intervals, interval_update
 from velox_fn.engine.pinned import Pinned, pinned_state, pinning
@@ -231,13 +232,17 @@ def qfilters(
     init: Init = functools.partial(_init, **settings, filters=filters, use_metal_kernels=use_metal_kernels)
     init(1, n_kv_heads, head_dim)  # refuses settings that cannot work
     params = {} if filters is None else {"filters": filters}
-    method = Eviction(init, _update, "qfilters", settings, params, scored=_scored, arrival=_arrival)
+    method = Eviction(init, _update, "qfilters", settings, params, scored=_scored, arrival=_arrival, appends=_appends)
     return at_intervals(pinning(method, pinned), interval)
 
 
 def _scored(state: QFiltersState) -> QFiltersState:
     score = _SCORES[state.store.metal, state.sign]
     return replaced(state, store=scored(state.store, score, (state.filters,)))
+
+
+def _appends(state: QFiltersState) -> int:
+    return room(state.store) if state.frozen else 0
 
 
 def _arrival(state: QFiltersState, keys: mx.array, values: mx.array, valid: mx.array | None) -> mx.array:

@@ -143,6 +143,7 @@ def test_compare_refuses_what_it_cannot_do(place, capsys, options, message):
         ("recency", ["--calibration", "calibration.npz", "--budget", "64", "--scored", "8"], "recent=56"),
         ("stalled-offset", ["--method", "l2norm", "--budget", "24", "--scored", "8"], "rows held"),
         ("memory", ["--method", "streaming_llm", "--budget", "24", "--steps", "3"], "full cache"),
+        ("prefill-at-intervals", ["--method", "streaming_llm", "--budget", "24", "--rounds", "1"], "interval 256"),
     ],
 )
 def test_each_measurement_runs_by_itself(place, capsys, kind, options, shown):
