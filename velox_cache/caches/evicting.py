@@ -49,7 +49,7 @@ class EvictingKVCache:
     def _held(self, held: Held) -> None:
         room = held.appends
         self._tail = Tail(held, room) if room else None
-        self._last = held.without_rows() if room else held
+        self._last = held if self._tail is None else self._tail.before
 
     # What attention calls
 

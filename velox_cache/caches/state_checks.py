@@ -123,6 +123,8 @@ def _check_positions(store: Store, b: int, offset: int) -> None:
     n_real = batch.real_rows(store, offset)
     least = store.budget if batch.has_evicted(store, offset) else offset
     require(n_real >= least, f"it has {n_real} rows of {offset} tokens, where it keeps {least}")
+    if store.filled > store.limit:  # the landing row is padding in a sequence that the last token was not for
+        n_real = min(n_real, max(int((positions >= 0).sum(-1).min()), store.limit))
     n_real -= store.unscored
     in_time = np.sort(positions, axis=-1)
     padding, real = np.split(in_time, [positions.shape[-1] - n_real], axis=-1)

@@ -11,11 +11,11 @@ from velox_fn.engine.rows import View
 class Tail:
     """Single tokens written in place after the rows of a held value, which is told of them when it is asked for.
 
-    Such a step is two slices and a count, as in mlx_lm's own cache. The rows of `held` are here meanwhile and nowhere
-    else: what somebody else holds would be copied.
+    Such a step is two slices and a count, as in mlx_lm's own cache. `before` is that value without its rows, which are
+    here meanwhile and nowhere else: what somebody else holds would be copied.
     """
 
-    __slots__ = ("_end", "_filled", "_fitting", "_held", "_keys", "_start", "_values")
+    __slots__ = ("_end", "_filled", "_fitting", "_keys", "_values", "before")
 
     def __init__(self, held: Held, room: int) -> None:
         store = held.rows.store
@@ -23,19 +23,19 @@ class Tail:
         self._keys, self._values = copy(store.keys), copy(store.values)  # handles, which writing binds to new arrays
         shapes = (batch, n_kv_heads, 1, store.head_dim), (batch, n_kv_heads, 1, store.value_dim)
         self._fitting = *shapes, *store.dtypes
-        self._start = self._filled = store.filled
+        self._filled = store.filled
         self._end = store.filled + room
-        self._held = held.without_rows()
+        self.before = held.without_rows()
 
     @property
     def n_tokens(self) -> int:
         """Those that have come, of each sequence."""
-        return self._filled - self._start
+        return self._filled - self.before.rows.store.filled
 
     @property
     def offset(self) -> int | mx.array:
         """Tokens seen, as `EvictingKVCache.offset` has them."""
-        rows = self._held.rows
+        rows = self.before.rows
         if rows.batched:
             return mx.array([offset + self.n_tokens for offset in rows.offsets], mx.int32)
         return rows.offsets[0] + self.n_tokens
@@ -54,4 +54,4 @@ class Tail:
     @property
     def held(self) -> Held:
         """The value with the rows that have come, frozen: what comes later does not show in it."""
-        return self._held.appended(copy(self._keys), copy(self._values), self.n_tokens)
+        return self.before.appended(copy(self._keys), copy(self._values), self.n_tokens)

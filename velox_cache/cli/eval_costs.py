@@ -32,11 +32,10 @@ def prefill_at_intervals(arguments: argparse.Namespace) -> Result:
 
     model, tokenizer = load_model(arguments.model)
     tokens = text_tokens(arguments, tokenizer, arguments.context)
-    given = arguments.settings
 
     def installed(interval: int) -> None:
-        arguments.settings = [*given, ("interval", interval)]
-        install_method(model, arguments, tokenizer=tokenizer)
+        settings = [*arguments.settings, ("interval", interval)]
+        install_method(model, argparse.Namespace(**{**vars(arguments), "settings": settings}), tokenizer=tokenizer)
 
     installs = {interval: partial(installed, interval) for interval in (1, 64, 128, 256)}
     found = prefill_in_turns(model, tokens, installs, rounds=arguments.rounds)

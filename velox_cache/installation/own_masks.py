@@ -4,7 +4,6 @@ A model asks one of its caches for a mask and hands the answer to every layer. A
 other layers answers with an `OwnMask`, and each layer's call puts the mask of its own cache in that place.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,5 +84,4 @@ def _looking_up(given: type[nn.Module]) -> Callable[..., Any]:
         kwargs = {name: mask if value is shared else value for name, value in kwargs.items()}
         return given.__call__(self, *args, **kwargs)
 
-    call.__signature__ = inspect.signature(given.__call__)  # type: ignore[attr-defined]
     return call

@@ -10,12 +10,15 @@ import mlx.nn as nn
 import mlx_lm.models.cache as mlx_caches
 import numpy as np
 import pytest
+from calibrated import needed_arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import velox_cache as vc
 from velox_cache.caches.digest import digest
-from velox_fn import curdkv, h2o, l2norm, morphkv, qfilters
+from velox_fn import METHODS, arrays, curdkv, h2o, l2norm, morphkv, qfilters
+from velox_fn.registry import method_factory
+from velox_fn.testing import bits
 
 H, D, D_V = 2, 8, 6
 FILTERS = mx.array(np.random.default_rng(1).standard_normal((H, D)).astype(np.float32))
@@ -287,3 +290,16 @@ def test_a_file_of_the_version_before_is_refused_with_what_to_do(
 def test_a_state_of_the_format_before_is_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"format 1.*compute the cache again"):
         vc.EvictingKVCache.from_state(forged(STATE, {"format": 1})[:-1])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_sequence_that_the_last_token_was_not_for_is_no_damage(name: str) -> None:
+    cache = vc.EvictingKVCache.merge([vc.EvictingKVCache(method_factory(name)(budget=40, **needed_arrays(name)))] * 2)
+    rng = np.random.default_rng(0)
+    cache.prepare(lengths=[50, 61], right_padding=[11, 0])
+    for n_tokens in (60, 1):
+        cache.update_and_fetch(*(mx.array(rng.standard_normal((2, 2, n_tokens, 8)).astype(np.float32)) for _ in "kv"))
+    cache.finalize()
+    again = vc.EvictingKVCache.from_state(cache.state)
+    for leaf, wanted in zip(arrays(again.record), arrays(cache.record), strict=True):
+        np.testing.assert_array_equal(bits(leaf), bits(wanted))
