@@ -15,7 +15,7 @@ from velox_cache.caches.trimming import Past, has_evicted, interval_of, rollback
 from velox_fn.engine import checks
 from velox_fn.engine.appending import appended
 from velox_fn.engine.attention import Queries
-from velox_fn.engine.eviction import Eviction, check_state
+from velox_fn.engine.eviction import Eviction, Observation, check_state
 from velox_fn.engine.half import Widths, cut
 from velox_fn.engine.pinned import Pinned, check_room, pinned_by_sequence, pinned_ranges
 from velox_fn.engine.quantised import converted, quantised, widths_of_method
@@ -74,10 +74,9 @@ class Held:
     def appends(self) -> int:
         """How many of the next single tokens are only appended, and change nothing else but counts."""
         rows = self.rows
-        if rows.record is None or self.waiting is not None or rows.lengths is not None or rows.padding:
+        if rows.record is None or self._observation is not None or rows.lengths is not None or rows.padding:
             return 0
-        scored_later = self.true_queries and self.method.observation is not None
-        return 0 if scored_later else min(self.method.appends(rows.record), checks.MOST_TOKENS - max(rows.offsets))
+        return min(self.method.appends(rows.record), checks.MOST_TOKENS - max(rows.offsets))
 
     def without_rows(self) -> "Held":
         """For whoever appends to the rows, and hands them to `appended`."""
@@ -112,8 +111,8 @@ class Held:
         if record.store.span is not None:  # boundaries are known on the host
             valid = None if valid is None else real
             past = past.before(self.rows)
-        if self.true_queries and self.method.observation is not None:
-            record, view = self.method.observation.land(record, keys, values, valid)
+        if self._observation is not None:
+            record, view = self._observation.land(record, keys, values, valid)
             waiting = _Waiting(valid, padding)
         else:
             record, view = self.method.update(record, keys, values, valid=valid)
@@ -131,6 +130,11 @@ class Held:
             )
         record = self.method.observation.observe(self.rows.record, queries, scale, self.waiting.valid, sinks)
         return replace(self, rows=replace(self.rows, record=record), waiting=None)
+
+    @property
+    def _observation(self) -> Observation[Any] | None:
+        """What scores each block by the model's queries, for which it waits."""
+        return self.method.observation if self.true_queries else None
 
     def refuse_waiting(self) -> None:
         """Raise MissingQueriesError where a block still waits for its queries."""

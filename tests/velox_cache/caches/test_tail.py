@@ -8,7 +8,7 @@ import pytest
 from calibrated import needed_arrays
 
 from velox_cache import EvictingKVCache
-from velox_fn import METHODS, Eviction, arrays
+from velox_fn import METHODS, Eviction, arrays, kv
 from velox_fn.engine.records import statics
 from velox_fn.registry import method_factory
 from velox_fn.testing import bits
@@ -55,6 +55,21 @@ def test_a_copy_and_the_cache_go_on_apart(interval: int) -> None:
     np.testing.assert_array_equal(np.array(own[:, :, -1:]), np.array(KEYS[:, :, 20:21]))
     np.testing.assert_array_equal(np.array(shared), np.array(KEYS[:, :, :13]))
     assert (cache.offset, twin.offset) == (13, 12)
+
+
+@pytest.mark.parametrize("interval", [1, INTERVAL])
+def test_padding_that_comes_token_by_token_is_no_row(interval: int) -> None:
+    begun = EvictingKVCache(make("l2norm", interval))
+    begun.update_and_fetch(*tokens(0, 3))
+    batch = EvictingKVCache.merge([begun, begun])
+    batch.prepare(lengths=[1, 3], right_padding=[2, 0])
+    for t in (3, 4, 5):
+        batch.update_and_fetch(*(mx.repeat(part, 2, axis=0) for part in tokens(t, t + 1)))
+    batch.finalize()
+    for b, n_tokens in enumerate((4, 6)):
+        alone = batch.extract(b)
+        assert alone.offset == n_tokens
+        np.testing.assert_array_equal(np.array(kv(alone.record)[0]), np.array(KEYS[:, :, :n_tokens]))
 
 
 @pytest.mark.parametrize("shape", [(2, H, 1, D), (1, H + 1, 1, D), (1, H, 1, D - 1), (1, H, 0, D)])
