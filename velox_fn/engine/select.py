@@ -181,7 +181,9 @@ def chunk_ranks(ranks: mx.array, offset: mx.array, recent: int, chunk: int) -> m
     index = mx.minimum(members, ranks.shape[-1] - 1).flatten(-2)
     theirs, held = (mx.take_along_axis(part, index, axis=-1).reshape(members.shape) for part in (chunks, scores))
     same = (theirs == chunks[..., None]) & (members < ranks.shape[-1])
-    means = (mx.where(same, held, 0.0) / same.sum(-1, keepdims=True)).sum(-1)
+    # By a power of two first, so that no sum overflows and nothing is rounded twice: equal means are ties.
+    whole = float(1 << (chunk - 1).bit_length())
+    means = (mx.where(same, held, 0.0) / whole).sum(-1) / same.sum(-1) * whole
     means = mx.take_along_axis(means, mx.argsort(order, axis=-1), axis=-1)
     by_chunk = (_ordered(means.view(mx.int32)).astype(mx.int64) << 32) | (ranks & _LOW_BITS)
     return mx.where(competes, by_chunk, ranks)

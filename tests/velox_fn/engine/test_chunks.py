@@ -29,7 +29,7 @@ def expected(scores, positions, offset, *, budget, n_sink, recent, chunk):
 @st.composite
 def rows(draw):
     positions = sorted(draw(st.sets(st.integers(0, 60), min_size=8, max_size=24)))
-    # Small whole numbers and their means over up to 8 rows: sums are exact, so that ties are ties.
+    # Small whole numbers: sums are exact, so that equal means over up to 8 rows are ties.
     scores = draw(st.lists(st.one_of(st.integers(-9, 9), st.just(np.nan)), min_size=24, max_size=24))
     order = draw(st.permutations(range(len(positions))))
     return positions, [float(score) for score in scores[: len(positions)]], order, draw(st.sampled_from([2, 4, 8]))
@@ -57,6 +57,13 @@ def test_a_mean_is_of_the_rows_of_a_chunk_that_compete(recent, expected):
     ranks = select.pack_ranks(mx.array([[[6.0, 0.0, 0.0, -10.0, 1.0, 3.0]]]), positions)
     by_chunk = select.chunk_ranks(ranks, mx.array([6], mx.int32), recent, 4)
     assert select.rank_scores(by_chunk).tolist() == [[expected]]
+
+
+def test_equal_means_of_unlike_chunks_are_a_tie():
+    scores = mx.array([[[0.0, 5.0, -8.0, -mx.inf, -1.0, -mx.inf, -mx.inf, -mx.inf]]])
+    ranks = select.pack_ranks(scores, mx.arange(8, dtype=mx.int32)[None, None])
+    by_chunk = select.rank_scores(select.chunk_ranks(ranks, mx.array([8], mx.int32), 0, 4))
+    assert by_chunk[0, 0, [0, 1, 2, 4]].tolist() == [-1.0] * 4
 
 
 def test_a_mean_of_large_scores_does_not_overflow():
