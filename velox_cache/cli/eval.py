@@ -57,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         if name in ("perplexity", "fidelity", "recency", "curdkv", "intervals", "quantised", "stalled-offset"):
             kind.add_argument("--scored", type=int, default=96, metavar="N", help="tokens predicted (default: 96)")
+        if name in ("perplexity", "fidelity", "recency"):
+            kind.add_argument(
+                "--block", type=int, default=0, metavar="N", help="tokens of a block of the context (default: all)"
+            )
         if name == "agent-session":
             kind.set_defaults(context=2000)
             kind.add_argument("--turns", type=int, default=10, metavar="N", help="replies (default: 10)")
