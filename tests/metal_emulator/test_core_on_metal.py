@@ -3,6 +3,7 @@
 Keys and filters are small whole numbers, so that both backends' sums are exact and their scores equal.
 """
 
+from collections.abc import Iterator
 from importlib import import_module
 
 import mlx.core as mx
@@ -20,13 +21,16 @@ pytestmark = pytest.mark.usefixtures("cxx", "emulated_metal")
 
 
 @pytest.fixture
-def emulated_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metal as far as the core can tell: launches run in the emulator."""
+def emulated_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Metal as far as the core can tell: launches run in the emulator, which needs numbers and so no tracing."""
+    mx.disable_compile()
     monkeypatch.setattr(import_module("velox_fn.engine.fused_evict"), "metal_available", lambda: True)
     monkeypatch.setattr(import_module("velox_fn.engine.fused_evict"), "kernel_failure", lambda: None)
     monkeypatch.setattr(import_module("velox_fn.engine.fused_evict"), "evict_apply", emulated_evict_apply)
     monkeypatch.setattr(import_module("velox_fn.engine.scorers"), "qfilters_score", emulated_qfilters_score)
     monkeypatch.setattr(import_module("velox_cache.doctor.kernel_parity"), "qfilters_score", emulated_qfilters_score)
+    yield
+    mx.enable_compile()
 
 
 def emulated_evict_apply(

@@ -82,7 +82,7 @@ def static_ranks(
 ) -> mx.array:
     """The ranks int64 [B,H,S] of a block that arrives."""
     n_tokens = keys.shape[2]
-    if valid is None and (n_tokens == 1 or (n_tokens <= GROWTH and not store.metal)):
+    if valid is None and n_tokens <= GROWTH:
         return _compiled_ranks(score)(store.offset, keys, values, mx.array(store.staying, mx.int32), *params)
     return _ranks(score, store.staying, arriving_positions(store.offset, n_tokens, valid), keys, values, *params)
 
