@@ -35,4 +35,6 @@ def prefill_in_turns(
 
 
 def _read(model: nn.Module, tokens: mx.array, empty: list[Any]) -> None:
-    mx.eval(model(tokens, cache=copy.deepcopy(empty)))
+    caches = copy.deepcopy(empty)
+    model(tokens, cache=caches)
+    mx.eval([cache.state for cache in caches])  # as mlx_lm's prefill, which makes no logits of a prompt

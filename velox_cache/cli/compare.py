@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--contexts", type=int, default=2, metavar="N", help="of each kind (default: 2)")
     parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of each (default: 2048)")
+    parser.add_argument(
+        "--block", type=int, default=256, metavar="N", help="tokens between evictions; 0: all (default: 256)"
+    )
     parser.add_argument("--tasks", default="all", metavar="T,T", help="what is asked; all, or none (default: all)")
     parser.add_argument("--continuation", type=int, default=64, metavar="N", help="tokens then predicted (default: 64)")
     parser.add_argument("--query-aware", action="store_true", help="ask also with the question seen first")
@@ -113,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         length=arguments.length,
         n_continuation=arguments.continuation,
         tasks=tuple(TASKS) if arguments.tasks == "all" else _listed(arguments.tasks),
+        block=arguments.block,
         aware=arguments.query_aware,
         n_traces=arguments.traces,
         trace_length=arguments.trace_length,

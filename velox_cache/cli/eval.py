@@ -61,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "prefill-at-intervals":
             kind.set_defaults(context=2048)
             kind.add_argument("--rounds", type=int, default=4, metavar="N", help="turns of each cache (default: 4)")
+        if name in ("perplexity", "fidelity", "recency"):
+            kind.add_argument(
+                "--block", type=int, default=0, metavar="N", help="tokens of a block of the context (default: all)"
+            )
         if name == "agent-session":
             kind.set_defaults(context=2000)
             kind.add_argument("--turns", type=int, default=10, metavar="N", help="replies (default: 10)")

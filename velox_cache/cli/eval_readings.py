@@ -144,7 +144,7 @@ def _read(arguments: argparse.Namespace, arms: "list[Arm]") -> Result:
     calibration = _calibration(arguments, model, tokenizer)
     tokens = text_tokens(arguments, tokenizer, arguments.context + arguments.scored)
     makers = [cache_maker(model, arm, calibration) for arm in (FULL, *arms)]
-    found = read_arms(model, tokens, makers, n_context=arguments.context)
+    found = read_arms(model, tokens, makers, n_context=arguments.context, block=arguments.block)
     rows = [_reading_row(arm.label, one) for arm, one in zip((FULL, *arms), found, strict=True)]
     return rows, rows
 

@@ -131,7 +131,8 @@ def check_method_arguments(arguments: argparse.Namespace, *, share: bool = False
             check_budget(settings["budget"])
         del settings["budget"]  # rows are counted when the prompt is known
         settings.pop("recent", None)
-    check_settings(method, with_default_recent(method, settings, RECENT_SHARE))
+    calibrated = bool(arguments.calibration)
+    check_settings(method, with_default_recent(method, settings, RECENT_SHARE), calibrated=calibrated)
     if arguments.calibration:
         stored_calibration(arguments, None)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from velox_cache.known_methods import method_named
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.fused_evict import resolve_metal
 from velox_fn.engine.rope import RopeSpec
 from velox_fn.methods.fusion import COMBINE, TERMS
 from velox_fn.registry import ALIASES
@@ -92,8 +93,14 @@ class KVCacheConfig:
     random_seed: int = 0
 
     def __post_init__(self) -> None:
-        # The model's own rope comes later, with the model.
-        self.eviction(**{"rope": RopeSpec(dims=0)} if self.settings().get("renumber") else {})
+        method = method_named(self.method)
+        later: dict[str, Any] = {}  # with the model or its calibration
+        if self.settings().get("renumber"):
+            later["rope"] = RopeSpec(dims=0)
+        if method.calibrated and "use_metal_kernels" in method.defaults:  # some take Metal with calibrated arrays only
+            resolve_metal(self.use_metal_kernels)
+            later["use_metal_kernels"] = None
+        self.eviction(**later)
 
     def eviction(self, **arguments: Any) -> Eviction:
         """The configured method; `arguments` are what belongs to a layer: its filters, its index, its rope."""

@@ -42,7 +42,8 @@ class ReadContext:
         block: int = 256,
         advance: Advance = lambda n_tokens: None,
     ) -> None:
-        """folder: where rows of this model are kept; they are found there again by the context's tokens."""
+        """folder: where rows of this model are kept; they are found there again by the context's tokens. block: of the
+        prefill, 0 for one; caches evict after each."""
         self.model, self.tokenizer, self.context, self.block = model, tokenizer, context, block
         name = hashlib.sha256(repr((context.tokens, block)).encode()).hexdigest()[:20]
         self.rows = rows_on_disk(model, context.tokens, folder / name, block, advance)
@@ -70,7 +71,7 @@ class ReadContext:
     @property
     def last_block(self) -> int:
         """Tokens before the last block."""
-        return (len(self.context.tokens) - 1) // self.block * self.block
+        return (len(self.context.tokens) - 1) // self.block * self.block if self.block else 0
 
 
 def rows_on_disk(

@@ -27,7 +27,7 @@ class Workload:
     length: int = 2048  # of a context
     n_continuation: int = 64  # of the natural text, predicted after it
     tasks: Sequence[str] = tuple(TASKS)
-    block: int = 256  # of the prefill
+    block: int = 256  # of the prefill; 0: one
     aware: bool = False  # ask also with the question in sight of the last eviction
     n_traces: int = 0  # of each kind of trace
     trace_length: int = 2000

@@ -38,17 +38,19 @@ def run_task(
     makers: Sequence[MakeCache],
     *,
     n_reply: int = 16,
+    block: int = 0,
     advance: Callable[[int], object] = lambda n_tokens: None,
 ) -> list[TaskReply]:
     """Greedy replies of at most `n_reply` tokens to one prompt, one for each arm and its maker of caches.
 
-    The prompt but its last token is prefilled once, in one block; the rest is decoded, all arms in one batch. A reply
-    ends with the first token that ends a generation. `advance` is called with the tokens done. Raises ValueError when
-    arms of one budget keep different numbers of rows.
+    The prompt but its last token is prefilled once, in blocks of `block` (0: one), after each of which the caches
+    evict: with several they choose rows before they have seen the question, which stands last. The rest is decoded, all
+    arms in one batch. A reply ends with the first token that ends a generation. `advance` is called with the tokens
+    done. Raises ValueError when arms of one budget keep different numbers of rows, and for a negative block.
     """
     encoded = make_prompt(tokenizer, prompt)
-    prefill = shared_prefill(model, encoded.tokens[:-1], advance=advance)
-    caches = [prefill.into(make()) for make in makers]
+    prefill = shared_prefill(model, encoded.tokens[:-1], block=block, advance=advance)
+    caches = [prefill.into(make(), block=block) for make in makers]
     check_equal_rows(arms, caches)
     usages = [cache_usage(cache) for cache in caches]
     kept = [evidence_kept(cache, encoded.evidence) for cache in caches]

@@ -36,26 +36,28 @@ def read_arms(
     makers: Sequence[MakeCache],
     *,
     n_context: int,
+    block: int = 0,
     dtype: mx.Dtype | None = None,
     advance: Callable[[int], object] = lambda n_tokens: None,
 ) -> list[ArmReading]:
     """Read `tokens` under the caches of each maker, and score all tokens after the first `n_context`.
 
-    The context is prefilled once, in one block; the passage goes in one by one, all caches in one batch. The first
-    maker's cache, which should be the full one, is the reference of fidelity. `advance` is called with the tokens done.
+    The context is prefilled once, in blocks of `block` (0: one), after each of which the caches evict; the passage goes
+    in one by one, all caches in one batch. The first maker's cache, which should be the full one, is the reference of fidelity. `advance` is called with the tokens done.
     dtype: that rows are stored in, while the model computes in its own; None is the model's.
     Warns where no cache but the first evicted anything.
     Equal to `read_passage(..., block_size=1, prefill_step_size=n_context)` for each cache, but for rounding.
 
-    Raises ValueError unless 2 <= n_context < len(tokens), and when the caches disagree about the tokens seen.
+    Raises ValueError unless 2 <= n_context < len(tokens), for a negative block, and when the caches disagree about the
+    tokens seen.
     """
     if not 2 <= n_context < len(tokens):
         raise ValueError(
             f"n_context must be at least 2 and leave tokens to predict, got {n_context} for {len(tokens)} tokens"
         )
-    prefill = shared_prefill(model, tokens[: n_context - 1], advance=advance)
+    prefill = shared_prefill(model, tokens[: n_context - 1], block=block, advance=advance)
     prefill = prefill if dtype is None else prefill.in_dtype(dtype)
-    caches = [prefill.into(make()) for make in makers]
+    caches = [prefill.into(make(), block=block) for make in makers]
     losses, same, divergences = [], [], []
     with side_by_side(model, caches) as step:
         for token, target in zip(tokens[n_context - 1 :], tokens[n_context:], strict=False):

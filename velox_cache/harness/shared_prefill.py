@@ -21,6 +21,7 @@ from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.cache_kinds import is_list, with_parts
 from velox_cache.introspection.observed_prefill import LayerQueries, forked_caches, observed_prefill, viewed_caches
 from velox_cache.introspection.query_tap import flat_caches
+from velox_fn.engine.checks import whole_number
 
 _ROWS, _QUERIES = "rows.safetensors", "queries.safetensors"
 
@@ -52,10 +53,11 @@ class SharedPrefill:
         hold `start` tokens, or the rows cannot be told for one.
         """
         stop = self.n_tokens if stop is None else stop
-        ends = [*range(start + block, stop, block), stop] if block else [stop]
+        ends = [*range(start + block, stop, block)] if block else []
+        ends += [stop] if stop > start else []
         calls = {call.layer: call for call in reversed(self.calls)}  # the first of layers that share a cache
         filled = list(caches)
-        for begin, end in zip([start, *ends[:-1]], ends, strict=True):
+        for begin, end in zip([start, *ends[:-1]][: len(ends)], ends, strict=True):
             filled = [
                 self._filled(cache, own, calls.get(i), begin, end)
                 for i, (cache, own) in enumerate(zip(filled, self.caches, strict=True))
@@ -139,6 +141,7 @@ def shared_prefill(
     """
     if not tokens:
         raise ValueError("there is nothing to prefill: give at least one token")
+    block = whole_number("block", block, 0)
     caches = viewed_caches(model)
     blocks: list[list[LayerQueries]] = []
     for calls in observed_prefill(model, tokens, block or len(tokens), caches=caches):

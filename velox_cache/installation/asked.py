@@ -40,10 +40,11 @@ def check_budget(budget: object) -> None:
         raise ValueError(f"budget={budget!r}: a budget is a number of rows, not text; write {meant}")
 
 
-def check_settings(method: Method, settings: Mapping[str, Any]) -> None:
+def check_settings(method: Method, settings: Mapping[str, Any], *, calibrated: bool = False) -> None:
     """ValueError when a method does not take these settings, budget included, or cannot work with them.
 
-    Nothing of a model is needed: only what the settings alone tell is checked.
+    Nothing of a model is needed: only what the settings alone tell is checked. calibrated: a calibration is given, with
+    whose arrays a method may take what it refuses without them, such as a rollback.
     """
     settings = method.own_names(settings)
     for name, value in settings.items():
@@ -56,7 +57,8 @@ def check_settings(method: Method, settings: Mapping[str, Any]) -> None:
         if name not in method.settings:
             raise ValueError(f"{method.label} has no setting {name!r}; its settings are {', '.join(method.settings)}")
     check_budget(settings.get("budget"))
-    if not method.needs_calibration and not settings.get("renumber"):  # which needs the model's rotary embedding
+    waits = method.needs_calibration or (calibrated and method.calibrated)
+    if not waits and not settings.get("renumber"):  # which needs the model's rotary embedding
         method.make(**settings)
     elif {"n_sink", "recent"} <= method.settings.keys():
         given = {**method.settings, **settings}

@@ -225,7 +225,8 @@ def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **argument
         settings = {name: value for name, value in arguments.items() if name not in ("calibration", "shares")}
         if settings["budget"] is None or has_own_budgets(settings["budget"]):
             del settings["budget"]
-        check_settings(method, with_default_recent(method, settings, RECENT_SHARE))
+        calibrated = arguments["calibration"] is not None
+        check_settings(method, with_default_recent(method, settings, RECENT_SHARE), calibrated=calibrated)
         return method
     told = [name for name, value in arguments.items() if value is not None]
     if told:

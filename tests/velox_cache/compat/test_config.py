@@ -1,11 +1,13 @@
 """KVCacheConfig: the documents' names and defaults, checked at construction."""
 
 import dataclasses
+from importlib import import_module
 
 import pytest
+from calibrated import random_calibration
 
 from metal_src import metal_available
-from velox_cache import KVCacheConfig, QFiltersKVCache
+from velox_cache import KVCacheBuilder, KVCacheConfig, QFiltersKVCache
 from velox_cache.compat.config import PREFIXES
 
 
@@ -82,3 +84,14 @@ def test_metal_is_refused_for_a_method_that_has_no_kernels():
     assert KVCacheConfig(method="h2o", use_metal_kernels=False).eviction().name == "h2o"
     with pytest.raises(ValueError, match="h2o has no Metal kernels"):
         KVCacheConfig(method="h2o", use_metal_kernels=True)
+
+
+@pytest.mark.parametrize("method", ["keydiff", "expected_attention"])
+def test_metal_that_waits_for_calibrated_arrays_is_judged_with_the_model(method, tiny_model, monkeypatch):
+    monkeypatch.setattr(import_module("velox_fn.engine.fused_evict"), "metal_available", lambda: True)
+    monkeypatch.setattr(import_module("velox_fn.engine.fused_evict"), "kernel_failure", lambda: None)
+    model, config = tiny_model(), KVCacheConfig(method=method, use_metal_kernels=True)
+    caches = KVCacheBuilder.for_model(model, config, random_calibration())
+    assert caches[0].method.init(1, 2, 8).store.metal
+    with pytest.raises(ValueError, match="use_metal_kernels=True needs"):
+        KVCacheBuilder.for_model(model, config)

@@ -170,3 +170,11 @@ def test_future_attention_is_the_softmax_over_all_rows():
 def test_the_margin_is_to_the_likeliest_wrong_answer():
     assert margin([-1.0, -4.0, -1.5, -9.0]) == 0.5
     assert margin([-3.0, -2.0, -8.0, -9.0]) == -1.0
+
+
+def test_a_context_in_one_block_may_see_the_question_too(tiny_model, tmp_path):
+    model = tiny_model()
+    read = ReadContext(model, None, CONTEXT, tmp_path, block=0)
+    assert read.last_block == 0
+    whole = ReadContext(model, None, CONTEXT, tmp_path, block=len(TOKENS))
+    assert run_aware(read, contenders(model), lambda n: None) == run_aware(whole, contenders(model), lambda n: None)

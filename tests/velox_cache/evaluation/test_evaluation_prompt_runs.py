@@ -105,3 +105,17 @@ def test_bounded_caches_are_what_is_verified(tiny_model):
     model = tiny_model("gemma3_text")
     caches = filled(model, Arm("s", "streaming_llm", {"budget": 24}))
     assert [cache.tokens_kept for cache in caches if isinstance(cache, EvictingKVCache)] == [24]
+
+
+def test_in_blocks_rows_leave_before_the_question_is_seen(tiny_model):
+    model, tokenizer = tiny_model(num_hidden_layers=1), Letters()
+    arm = Arm("t", "tova", {"budget": 60})
+    tokens = make_prompt(tokenizer, PROMPT).tokens[:-1]
+    by_hand = shared_prefill(model, tokens, block=20).into(cache_maker(model, arm)(), block=20)
+    evidence = make_prompt(tokenizer, PROMPT).evidence
+    [at_once], [in_blocks] = (
+        run_task(model, tokenizer, PROMPT, [arm], [cache_maker(model, arm)], n_reply=1, block=block)
+        for block in (0, 20)
+    )
+    assert in_blocks.evidence_kept == evidence_kept(by_hand, evidence) != at_once.evidence_kept
+    assert in_blocks.usage.rows_kept == at_once.usage.rows_kept == 60

@@ -90,3 +90,22 @@ def test_an_arm_is_named_by_method_and_settings():
 def test_an_arm_that_cannot_be_understood_is_refused(text):
     with pytest.raises(ValueError, match=r"no method|an arm is"):
         parse_arm(text, 128)
+
+
+def test_a_context_in_blocks_is_evicted_after_each(tiny_model):
+    model = tiny_model(num_hidden_layers=1)  # whose rows do not depend on what was evicted
+    tova = Arm("tova", "tova", {"budget": 16})
+    makers = [cache_maker(model, arm) for arm in (*ARMS[:2], tova)]
+    at_once, blocks = (read_arms(model, TOKENS, makers, n_context=40, block=block) for block in (0, 8))
+    assert blocks[1].perplexity == pytest.approx(at_once[1].perplexity, rel=1e-5)  # its rows do not depend on the cut
+    assert blocks[2].perplexity != pytest.approx(at_once[2].perplexity, rel=1e-5)
+    install(model, "tova", **tova.settings)
+    alone = read_passage(model, TOKENS, n_context=40, prefill_step_size=8)
+    uninstall(model)
+    assert blocks[2].perplexity == pytest.approx(perplexity(alone), rel=1e-5)
+
+
+def test_a_negative_block_is_refused(tiny_model):
+    model = tiny_model()
+    with pytest.raises(ValueError, match="block must be at least 0, got -1"):
+        read_arms(model, TOKENS, [cache_maker(model, FULL)], n_context=40, block=-1)

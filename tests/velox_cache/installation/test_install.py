@@ -5,6 +5,7 @@ import warnings
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibrated import random_calibration
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
@@ -237,3 +238,14 @@ def test_a_max_kv_size_that_holds_anyway_says_nothing(tiny_model, max_kv_size):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [cache.size() for cache in make_prompt_cache(model, max_kv_size)] == [0, 0]
+
+
+@pytest.mark.parametrize("method", ["keydiff", "expected_attention"])
+def test_what_only_a_calibrated_score_allows_is_judged_with_the_calibration(tiny_model, method):
+    model = tiny_model()
+    install(model, method, budget=24, rollback=4, calibration=random_calibration())
+    caches = make_prompt_cache(model)
+    model(mx.array([PROMPT]), cache=caches)
+    assert caches[0].trim(4) == 4
+    with pytest.raises(ValueError, match="rollback=4 needs"):
+        install(model, method, budget=24, rollback=4)
