@@ -148,3 +148,8 @@ def test_the_state_so_far_stays_usable() -> None:
     read(FIRST, hand_over(state, FIRST), N, N + MORE)
     assert all(np.array_equal(one, np.array(other)) for one, other in zip(before, kv(state), strict=True))
     assert np.array_equal(positions(read(FIRST, state, N, N + MORE)), positions(read(FIRST, prompt(), N, N + MORE)))
+
+
+def test_a_name_is_no_method_to_hand_over_to() -> None:
+    with pytest.raises(ValueError, match="method must be an Eviction, got 'h2o'; make it first, as h2o"):
+        hand_over(FIRST.init(1, H, D, D_V), "h2o")  # type: ignore[arg-type]

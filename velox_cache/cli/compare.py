@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.smoke:
         vars(arguments).update(SMOKE)
     if arguments.budgets:
-        arguments.shares = ",".join(f"{budget}/{arguments.length}" for budget in _listed(arguments.budgets))
+        arguments.shares = ",".join(f"{_rows(budget)}/{arguments.length}" for budget in _listed(arguments.budgets))
     work = measurements.Workload(
         half=arguments.half,
         kinds=tuple(KINDS) if arguments.kinds == "all" else _listed(arguments.kinds),
@@ -189,9 +189,9 @@ def _contenders(
 
     found = [Contender(FULL, cache_maker(model, FULL))]
     for share in _listed(arguments.shares):
-        budget = _part(share, length, "--shares")
+        budget = _part(share, length, "--budgets" if arguments.budgets else "--shares")
         recent = _part(arguments.recent, budget, "--recent")
-        warn_where_nothing_leaves([budget], length)
+        warn_where_nothing_leaves([budget], length + arguments.continuation)
         for method in _listed(arguments.methods):
             arm = parse_arm(method, budget, recent)
             found.append(Contender(arm, cache_maker(model, arm, calibration), share))
@@ -202,9 +202,16 @@ def _contenders(
     return found
 
 
+def _rows(budget: str) -> int:
+    if not budget.isdigit() or int(budget) == 0:
+        raise ValueError(f"--budgets takes numbers of rows such as 256, got {budget!r}; --shares takes shares")
+    return int(budget)
+
+
 def _part(share: str, whole: int, option: str) -> int:
     above, slash, below = share.partition("/")
-    if not slash or not above.isdigit() or not below.isdigit() or not 0 <= int(above) <= int(below) or int(below) == 0:
+    sound = bool(slash) and above.isdigit() and below.isdigit() and int(below) > 0
+    if not sound or (int(above) > int(below) and option != "--budgets"):  # rows may be more than the context has
         raise ValueError(f"{option} takes shares such as 1/4, got {share!r}")
     return whole * int(above) // int(below)
 
@@ -221,12 +228,14 @@ def _calibration(
     from velox_cache.calibration.made_once import TOKENS, check_weights, found_calibration, made_calibration
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.distributed.collectives import on_all_ranks
+    from velox_cache.harness.arms import parse_arm
 
     if arguments.calibration:
         given = load_calibration(arguments.calibration)
         check_weights(given, model)
         return given
-    n_tokens, losses = arguments.calibration_tokens, "shares=calibrated" in arguments.methods
+    asked = (parse_arm(method, 1).settings.get("shares") for method in _listed(arguments.methods))
+    n_tokens, losses = arguments.calibration_tokens, "calibrated" in asked
     own = folder / ("calibration.npz" if n_tokens is None else f"calibration-{n_tokens}.npz")
     if on_all_ranks(own.exists(), group):
         return load_calibration(own)

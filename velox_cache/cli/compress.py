@@ -43,14 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
     check_folder_of(arguments.out)
 
     from velox_cache import compress, save_prompt_cache
-    from velox_cache.cli.prompt_cache_argument import MODEL_LABEL
+    from velox_cache.cli.prompt_cache_argument import MODEL_LABEL, WEIGHTS_LABEL
     from velox_cache.generation import prompt_parts
     from velox_cache.harness.memory import cache_usage
+    from velox_cache.introspection.weights_digest import weights_digest
 
     model, tokenizer = load_model(arguments.model)
     tokens, _ = prompt_parts(tokenizer, "?", text, arguments.chat)
     small = compress(model, tokenizer, tokens, budget=arguments.budget, n_sink=arguments.n_sink, chunk=arguments.chunk)
-    save_prompt_cache(arguments.out, small, {MODEL_LABEL: model_id(arguments.model)})
+    labels = {MODEL_LABEL: model_id(arguments.model), WEIGHTS_LABEL: weights_digest(model) or ""}
+    save_prompt_cache(arguments.out, small, labels)
     usage = cache_usage(small)
     kept, full = (count / 2**20 for count in (usage.kept_bytes, usage.full_bytes))
     print(

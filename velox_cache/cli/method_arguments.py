@@ -45,7 +45,10 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "(fewer with depth) or squeeze (fewer where a layer changes little); default: alike",
     )
     group.add_argument(
-        "--recent", type=int, metavar="R", help="latest rows that always stay (default: 3/4 of the budget)"
+        "--recent",
+        type=int,
+        metavar="R",
+        help="latest rows that always stay (default: a share of the budget, 3/4 with most methods)",
     )
     group.add_argument("--n-sink", type=int, metavar="N", help="first rows that always stay (default: 4)")
     group.add_argument(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-MODEL_LABEL = "model"
+MODEL_LABEL, WEIGHTS_LABEL = "model", "weights"
 
 
 def add_prompt_cache_argument(parser: argparse.ArgumentParser) -> None:
@@ -19,12 +19,22 @@ def add_prompt_cache_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def stored_caches(file: str, model: "nn.Module", name: str) -> list[Any]:
-    """The caches in `file`, made for the model of this name. Raises ValueError for another one's."""
+    """The caches in `file`, made with the weights of `model`, which has this name. Raises ValueError for others.
+
+    A file that does not know its weights is compared by name.
+    """
     from velox_cache import load_prompt_cache
     from velox_cache.introspection.plan import plain_caches
+    from velox_cache.introspection.weights_digest import weights_digest
 
     caches, about = load_prompt_cache(file, return_metadata=True)
-    made_for = about.get(MODEL_LABEL, name)
-    if made_for != name or len(caches) != len(plain_caches(model)):
+    made_for, weights = about.get(MODEL_LABEL, name), about.get(WEIGHTS_LABEL)
+    own = weights and weights_digest(model)
+    if own and own != weights:
+        raise ValueError(
+            f"{file} holds a prompt cache of {made_for} with other weights than those of {name}, which would read its "
+            "rows as something else; compress the text with this model"
+        )
+    if (not own and made_for != name) or len(caches) != len(plain_caches(model)):
         raise ValueError(f"{file} holds a prompt cache of {made_for}, not of {name}; compress the text with this model")
     return caches

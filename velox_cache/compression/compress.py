@@ -56,7 +56,7 @@ def compress(
     Raises:
         ValueError: a count cannot work, the caches are not those of this context, or the model does not allow it.
     """
-    budget, n_sink, _ = checks.row_limits(budget, n_sink, 0)
+    budget, n_sink, _ = checks.row_limits(budget, n_sink, recent_name=None)
     chunk = checks.whole_number("chunk", chunk, 1)
     tokens = checks.whole_numbers("context", tokenizer.encode(context) if isinstance(context, str) else context, 0)
     plan = plan_layers(model)

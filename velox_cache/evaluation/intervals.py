@@ -13,6 +13,7 @@ from velox_cache.calibration.artifact import Calibration
 from velox_cache.harness.fidelity import fidelity
 from velox_cache.harness.perplexity import perplexity
 from velox_cache.harness.reading import read_passage
+from velox_cache.harness.unreached import warn_where_nothing_leaves
 from velox_cache.installation.installing import install, uninstall
 
 INTERVALS = (1, 16, 64, 128, 256)
@@ -45,9 +46,10 @@ def read_at_intervals(
     """Read each passage under `method` with at most `peak` rows, at each interval.
 
     The context goes in as mlx_lm's prefill does it, the rest token by token. share: of the budget that is recent; None
-    is install's own. Raises ValueError as `install` does, also where an interval leaves no budget.
+    is install's own. Warns where nothing was evicted. Raises ValueError as `install` does, also where an interval leaves
+    no budget.
     """
-    found = []
+    found, kept = [], []
     for number, passage in enumerate(passages):
         uninstall(model)
         full = read_passage(model, passage, n_context=n_context)
@@ -57,9 +59,11 @@ def read_at_intervals(
             install(model, method, budget=budget, interval=interval, calibration=calibration, calibrate=False, **given)
             reading = read_passage(model, passage, n_context=n_context)
             uninstall(model)
+            kept.append(reading.usage.rows_kept)
             near = fidelity(reading, full)
             one = IntervalReading(interval, budget, number, perplexity(reading), near.kl_divergence, near.agreement)
             found.append(one)
+    warn_where_nothing_leaves(kept, max((len(passage) for passage in passages), default=1) - 1)
     return found
 
 

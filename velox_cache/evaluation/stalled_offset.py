@@ -15,6 +15,7 @@ from velox_cache.harness.arms import MakeCache
 from velox_cache.harness.fidelity import Fidelity, fidelity
 from velox_cache.harness.perplexity import perplexity
 from velox_cache.harness.reading import Reading, read_passage
+from velox_cache.harness.unreached import warn_where_nothing_leaves
 
 
 class StalledCache:
@@ -52,7 +53,7 @@ def stalled_offset(
     """Read `tokens` under the full cache, under the caches of `make`, and under those with stalled offsets.
 
     The context goes in in blocks of `prefill_step_size`, the rest token by token. make: caches of a method that needs
-    no queries. Raises ValueError as `read_passage` does.
+    no queries. Warns where they evicted nothing. Raises ValueError as `read_passage` does.
     """
 
     def stalled() -> list[Any]:
@@ -68,6 +69,7 @@ def stalled_offset(
         readings[name] = read_passage(
             model, tokens, n_context=n_context, prefill_step_size=prefill_step_size, caches=caches(), advance=advance
         )
+    warn_where_nothing_leaves([readings["tokens seen"].usage.rows_kept], len(tokens) - 1)
     return [
         StalledReading(name, perplexity(one), fidelity(one, readings["full cache"])) for name, one in readings.items()
     ]

@@ -6,7 +6,7 @@ from itertools import combinations
 import mlx.nn as nn
 import numpy as np
 
-from velox_cache.calibration.artifact import Calibration
+from velox_cache.installation.given_calibration import GivenCalibration, loaded
 from velox_cache.installation.least_loss import least_loss
 from velox_cache.introspection.layer_changes import layer_similarities
 from velox_cache.introspection.plan import plan_layers
@@ -98,7 +98,7 @@ def squeeze_budgets(model: nn.Module, tokens: Sequence[int], budget: int, *, sha
     return _listed(model, bounded, np.where(least, share * budget, more), budget)
 
 
-def calibrated_budgets(calibration: Calibration, budget: int, *, method: str = RECOMMENDED_METHOD) -> list[int]:
+def calibrated_budgets(calibration: GivenCalibration, budget: int, *, method: str = RECOMMENDED_METHOD) -> list[int]:
     """Budgets that make the sum of the losses smallest that the calibration has measured of the method's scores.
 
     A layer's loss at a number of rows is the error of its attention's output, in units of what it is added to
@@ -107,7 +107,7 @@ def calibrated_budgets(calibration: Calibration, budget: int, *, method: str = R
     than the one measured, more rows would be needed for the same loss in every layer, and the proportions stay.
 
     Args:
-        calibration: of the whole model, with losses.
+        calibration: of the whole model, with losses, or the path of its file.
         budget: rows per layer on average.
         method: whose rows leave, by its name.
 
@@ -118,6 +118,7 @@ def calibrated_budgets(calibration: Calibration, budget: int, *, method: str = R
         ValueError: a number cannot work, or the calibration has no losses of this method.
     """
     budget = checks.whole_number("budget", budget, 1)
+    calibration = loaded(calibration)
     table = calibration.losses
     if table is None:
         raise ValueError(

@@ -34,7 +34,7 @@ from velox_cache.known_methods import as_method
 from velox_cache.recommended import RECOMMENDED_METHOD
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
-from velox_fn.engine.quantised import widths_of_method
+from velox_fn.engine.quantised import NO_WIDTHS, widths_of_method
 from velox_fn.method import PLACES, Method
 
 
@@ -229,6 +229,12 @@ def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **argument
         check_settings(method, with_default_recent(method, settings, RECENT_SHARE), calibrated=calibrated)
         return method
     told = [name for name, value in arguments.items() if value is not None]
+    if told and set(told) <= NO_WIDTHS.keys():
+        raise ValueError(
+            f"an Eviction stores its rows in its own widths, and {', '.join(told)} (bits is key_bits and value_bits in "
+            "one) cannot change them; give velox_fn.quantised(method, key_bits=8, value_bits=8) to install, or install "
+            "the factory with bits=8"
+        )
     if told:
         raise ValueError(
             f"an Eviction has its budget and settings already, and {', '.join(told)} cannot change it; give them to "

@@ -59,14 +59,23 @@ def plain(value: Any) -> Any:
         return value
 
 
-def row_limits(budget: object, n_sink: object, recent: object, recent_name: str = "recent") -> tuple[int, int, int]:
-    """The three row counts of a budgeted cache, checked together; `recent_name` is what the method calls the last.
+def row_limits(
+    budget: object, n_sink: object, recent: object = 0, recent_name: str | None = "recent"
+) -> tuple[int, int, int]:
+    """The three row counts of a budgeted cache, checked together.
+
+    recent_name: what the method calls the last; None where it has no such rows.
 
     Raises ValueError when one is not a whole number in range, or when protected rows leave nothing to choose from.
     """
     budget = rows_of_budget(budget)
     n_sink = whole_number("n_sink", n_sink, 0)
-    recent = whole_number(recent_name, recent, 0)
+    recent = whole_number(recent_name or "recent", recent, 0)
+    if recent_name is None and n_sink >= budget:
+        raise ValueError(
+            f"n_sink must be smaller than budget, got {n_sink} >= {budget}: every row would be protected and none could "
+            "be evicted; raise budget, or lower n_sink"
+        )
     if n_sink + recent >= budget:
         raise ValueError(
             f"n_sink + {recent_name} must be smaller than budget, got {n_sink} + {recent} >= {budget}: every row would "

@@ -28,7 +28,7 @@ def hand_over(state: State, method: Eviction[StateT]) -> StateT:
         The state. Read it as after an update of `method`'s own.
 
     Raises:
-        ValueError: rows have left, and `method` keeps another number of rows, or more for a rollback; it evicts at
+        ValueError: `method` is no Eviction; rows have left, and `method` keeps another number of rows, or more for a rollback; it evicts at
             intervals; or it scores rows by what it gathers from their first tokens on.
 
     Example:
@@ -42,6 +42,11 @@ def hand_over(state: State, method: Eviction[StateT]) -> StateT:
         >>> kept_positions(state).max().item()
         100
     """
+    if not isinstance(method, Eviction):
+        raise ValueError(
+            f"method must be an Eviction, got {method!r}; make it first, as h2o(budget=512) or "
+            'METHODS["h2o"](budget=512) does'
+        )
     so_far = state.store
     (keys, values), positions = kv(state), kept_positions(state)
     batch, n_kv_heads, n_rows, head_dim = keys.shape

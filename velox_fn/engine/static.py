@@ -208,11 +208,14 @@ def static_eviction(
         >>> static_eviction("long_values", long_values, budget=64, n_sink=4).static
         True
     """
-    budget, n_sink, _ = checks.row_limits(budget, n_sink, 0 if recent is None else recent)
+    if recent is None:
+        budget, n_sink, _ = checks.row_limits(budget, n_sink, recent_name=None)
+    else:
+        budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
     params = params or {}
     limits = {"budget": budget, "n_sink": n_sink}
     if recent is not None:
-        limits["recent"] = checks.whole_number("recent", recent, 0)
+        limits["recent"] = recent
     if rollback is not None:
         limits["rollback"] = checks.whole_number("rollback", rollback, 0)
     scalars = [mx.array(number) for number in numbers]

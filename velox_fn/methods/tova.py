@@ -47,7 +47,7 @@ def tova(*, budget: int = 512, n_sink: int = 4, interval: int = 1, pinned: Pinne
         >>> tova(budget=256).needs_queries
         True
     """
-    budget, n_sink, _ = checks.row_limits(budget, n_sink, 0)
+    budget, n_sink, _ = checks.row_limits(budget, n_sink, recent_name=None)
 
     init = dynamic_init(budget=budget, n_sink=n_sink, recent=0)
     method = dynamic_eviction("tova", init, tova_observe, {"budget": budget, "n_sink": n_sink})

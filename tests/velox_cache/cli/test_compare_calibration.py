@@ -52,3 +52,27 @@ def test_a_calibration_of_other_weights_is_refused(tiny_model, tokenizer, tmp_pa
     asked = Namespace(calibration=str(tmp_path / "other.npz"), calibration_tokens=None)
     with pytest.raises(ValueError, match="other weights"):
         _calibration(asked, tiny_model(), tokenizer, "tiny", tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("methods", "losses"),
+    [("qfilters,learned:recent=1/2:shares=calibrated", True), ("learned:shares=pyramid", False), ("learned", False)],
+)
+def test_losses_are_measured_where_an_arm_asks_for_them(tiny_model, tokenizer, tmp_path, monkeypatch, methods, losses):
+    told = []
+    monkeypatch.setattr(made_once, "found_calibration", lambda model: None)
+
+    def made(model, tokenizer, **asked):
+        told.append(asked["losses"])
+        return calibrate(model, tokenizer, [TEXT], progress=False)
+
+    monkeypatch.setattr(made_once, "made_calibration", made)
+    _calibration(
+        Namespace(calibration=None, calibration_tokens=None, methods=methods),
+        tiny_model(),
+        tokenizer,
+        "tiny",
+        tmp_path,
+        None,
+    )
+    assert told == [losses]

@@ -1,8 +1,10 @@
 """A text compressed to a file, and a reply from it; the page's own example."""
 
 import re
+import shutil
 from pathlib import Path
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 from tiny_folder import write_tiny_folder
@@ -69,3 +71,24 @@ def test_the_example_on_the_page_runs(folder, tmp_path, monkeypatch, capsys):
     exec(compile(code, "compressing.md", "exec"), names)
     assert [cache.size() for cache in names["small"]] == [512] * 2
     assert (tmp_path / "report.safetensors").exists()
+
+
+def test_a_stored_cache_of_other_weights_is_refused_whatever_the_name(folder, tmp_path, capsys):
+    report, out = tmp_path / "report.txt", tmp_path / "small.safetensors"
+    report.write_text(TEXT)
+    assert main(["compress", folder, "--context", str(report), "--budget", "64", "--out", str(out)]) == 0
+    weights = mx.load(f"{folder}/model.safetensors")
+    changed = tmp_path / Path(folder).name
+    shutil.copytree(folder, changed)
+    mx.save_safetensors(str(changed / "model.safetensors"), {name: 2 * each for name, each in weights.items()})
+    capsys.readouterr()
+    assert main(["generate", str(changed), "--prompt", "Where?", "--prompt-cache", str(out), "--max-tokens", "3"]) == 2
+    assert "with other weights than those of" in capsys.readouterr().err
+    renamed = tmp_path / "another-name"
+    shutil.copytree(folder, renamed)
+    assert main(["generate", str(renamed), "--prompt", "Where?", "--prompt-cache", str(out), "--max-tokens", "3"]) == 0
+
+
+def test_a_budget_without_a_window_says_so(tiny_model, tokenizer):
+    with pytest.raises(ValueError, match="^n_sink must be smaller than budget, got 4 >= 4: .* or lower n_sink$"):
+        velox_cache.compress(tiny_model(), tokenizer, TEXT, budget=4)

@@ -1,12 +1,13 @@
 """The table of docs/intervals.md is what `velox eval saved-intervals` makes of the committed readings."""
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
 from velox_cache.cli.main import main
-from velox_cache.evaluation.intervals import IntervalReading, by_interval, saved_readings
+from velox_cache.evaluation.intervals import IntervalReading, by_interval, read_at_intervals, saved_readings
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docs/results/smollm2-135m/intervals"
@@ -53,3 +54,12 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "stalled-offset.json").write_text(text)
     assert main(["eval", "saved-intervals", str(tmp_path)]) == 2
     assert "stalled-offset.json holds no readings at intervals" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("peak", "warned"), [(24, 0), (64, 1)])
+def test_a_peak_that_no_passage_reaches_is_warned_of_once(tiny_model, peak: int, warned: int) -> None:
+    passages = [list(range(40)), list(range(30))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        read_at_intervals(tiny_model(), passages, "l2norm", peak, n_context=20, intervals=(1, 4))
+    assert [str(one.message)[:32] for one in caught] == ["no budget is reached: 39 tokens "] * warned

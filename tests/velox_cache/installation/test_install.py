@@ -10,7 +10,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from velox_cache import Calibration, EvictingKVCache, install, save_calibration, uninstall
-from velox_fn import kept_positions
+from velox_fn import kept_positions, l2norm
 
 N_LAYERS, H, D = 2, 2, 8
 
@@ -249,3 +249,9 @@ def test_what_only_a_calibrated_score_allows_is_judged_with_the_calibration(tiny
     assert caches[0].trim(4) == 4
     with pytest.raises(ValueError, match="rollback=4 needs"):
         install(model, method, budget=24, rollback=4)
+
+
+@pytest.mark.parametrize("widths", [{"bits": 8}, {"key_bits": 8}])
+def test_an_eviction_is_given_its_widths_before(tiny_model, widths):
+    with pytest.raises(ValueError, match=r"bits is key_bits and value_bits in one.*velox_fn.quantised"):
+        install(tiny_model(), l2norm(budget=24), **widths)
