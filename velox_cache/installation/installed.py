@@ -61,8 +61,7 @@ class InstalledCaches:
         caches = [
             self.cache_class(tier.method, true_queries=self.true_queries, snapshots=self.snapshots) for tier in tiers
         ]
-        heads = [tier.heads for tier in tiers if tier.heads is not None]
-        return TieredKVCache(caches, heads) if heads else caches[0]
+        return caches[0] if len(caches) == 1 else TieredKVCache(caches, [tier.heads or () for tier in tiers])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InstalledCaches":
         """Inside a copy of the model: that copy's own."""

@@ -72,7 +72,7 @@ def shared_out(
 def about_shares(shares: str, layers: Iterable[Sequence[Tier]]) -> str:
     """One line: the rule, and the budgets of the bounded layers, or of their heads."""
     of_heads = shares == "calibrated"
-    budgets = [tier.method.settings["budget"] for tiers in layers for tier in tiers for _ in (tier.heads or "1")]
+    budgets = [tier.method.settings["budget"] for tiers in layers for tier in tiers for _ in tier.heads or (0,)]
     average = sum(budgets) / len(budgets)
     return (
         f"{'heads' if of_heads else 'layers'} share the rows, {shares}: {min(budgets):,} to {max(budgets):,} each, "

@@ -15,7 +15,7 @@ LayerBudget = int | Sequence[int]
 
 @dataclass(frozen=True)
 class Tier:
-    """Heads of a layer with one method. heads: None, all of them."""
+    """Heads of a layer with one method. heads: None, all of them, however many."""
 
     heads: tuple[int, ...] | None
     method: Eviction
@@ -50,11 +50,9 @@ def is_by_head(budget: LayerBudget | None) -> TypeGuard[Sequence[int]]:
 
 
 def heads_by_budget(budget: LayerBudget | None) -> dict[int | None, tuple[int, ...] | None]:
-    """The heads of each budget; None for all heads where they have one."""
+    """The heads of each budget; None for all heads where a layer has one budget."""
     if not is_by_head(budget):
         return {cast("int | None", budget): None}
-    if len(set(budget)) == 1:
-        return {budget[0]: None}
     return {one: tuple(head for head, own in enumerate(budget) if own == one) for one in dict.fromkeys(budget)}
 
 
