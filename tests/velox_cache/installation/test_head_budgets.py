@@ -48,7 +48,7 @@ def kept(caches: Sequence[Any]) -> list[Any]:
 def read(model: nn.Module, calls: Sequence[int]) -> tuple[mx.array, list[Any]]:
     caches, outputs, start = make_prompt_cache(model), [], 0
     for n_tokens in calls:
-        outputs.append(model(mx.array([PROMPT[start : start + n_tokens]]), cache=caches))
+        outputs.append(model(mx.array([(2 * PROMPT)[start : start + n_tokens]]), cache=caches))
         start += n_tokens
     return mx.concatenate(outputs, axis=1), caches
 
@@ -272,7 +272,7 @@ def test_install_takes_calibrated_shares_by_head_and_by_layer(model: nn.Module) 
     assert report.settings["recent"] == [wanted[0][0] // 2, [rows // 2 for rows in wanted[1]]]  # type: ignore[index, union-attr]
     assert "heads share the rows, calibrated" in str(report)
     assert "40 on average" in str(report)
-    _, caches = read(model, [90])
+    _, caches = read(model, [90, 90])
     assert sum(tier.tokens_kept * tier.record.store.ranks.shape[1] for tier in row_caches(caches)) == 2 * 4 * 40
     report = vc.install(model, "learned", budget=40, shares="calibrated-layers", calibration=calibration)
     assert report.settings["budget"] == vc.calibrated_budgets(calibration, 40, method="learned")
