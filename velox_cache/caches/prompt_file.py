@@ -12,7 +12,8 @@ from typing import Any, BinaryIO, Literal, overload
 import mlx.core as mx
 import mlx_lm.models.cache as mlx_caches
 
-from velox_cache.caches.bounded import BoundedKVCache
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.caches.tiered import TieredKVCache
 from velox_cache.file_checks import check_folder_of, check_readable
 
 FILE_VERSION = 2  # 1: without a digest
@@ -29,7 +30,7 @@ def register_with_mlx_lm() -> None:
     mlx_lm looks the class of a saved cache up by name in its module of caches, so ours are entered there. Calling it
     again does nothing new.
     """
-    for name, cls in BoundedKVCache.kinds().items():
+    for name, cls in (EvictingKVCache.kinds() | TieredKVCache.kinds()).items():
         setattr(mlx_caches, name, cls)
 
 

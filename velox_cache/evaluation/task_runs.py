@@ -101,7 +101,7 @@ def evidence_kept(prompt_cache: Sequence[Any], evidence: Sequence[tuple[int, int
     for cache in row_caches(prompt_cache):
         if isinstance(cache, EvictingKVCache) and cache.record is not None:
             positions = kept_positions(cache.record)
-            shares += (positions[..., None] == wanted).any(axis=-2).mean(axis=(0, 2))  # of each head
+            shares.extend((positions[..., None] == wanted).any(axis=-2).mean(axis=(0, 2)))  # of each head
     return float(mx.stack(shares).mean()) if shares else 1.0
 
 
