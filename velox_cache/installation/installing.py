@@ -93,11 +93,12 @@ def install(
     method: its name, one of `velox methods` or registered by `velox_fn.register`; its factory, such as
     `velox_fn.qfilters` or one of your own; or an Eviction, which every layer then runs as it is, so that it takes no
     budget, calibration or settings here.
-    budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
-    layer its own (`layer_budgets`).
-    shares: a rule by which the layers share one budget, so that it holds on average: "calibrated" (the least loss, as
-    the calibration measured it, `calibrated_budgets`), "pyramid" (fewer rows with depth, `pyramid_budgets`) or
-    "squeeze" (fewer where a layer changes little, `squeeze_budgets`, on text that comes with Python). A `recent` that
+    budget: most rows kept per KV head; a list with one number per layer, or a function of the layer's index, gives each
+    layer its own (`layer_budgets`), and a list in a number's place each KV head of the layer.
+    shares: a rule by which one budget is shared out, so that it holds on average: "calibrated" (each KV head has what
+    brings the least loss, as the calibration measured it, `calibrated_head_budgets`), "calibrated-layers" (each layer,
+    `calibrated_budgets`), "pyramid" (fewer rows with depth, `pyramid_budgets`) or "squeeze" (fewer where a layer
+    changes little, `squeeze_budgets`, on text that comes with Python). A `recent` that
     is given is that of a layer with `budget` rows; others have theirs in proportion. A window that a method has another
     name for, such as h2o's grace or snapkv's obs_window, is the same in all layers and must fit the smallest.
     settings: the other arguments of the method's factory, such as n_sink, recent. `recent` defaults to three quarters
