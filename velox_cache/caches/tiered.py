@@ -1,17 +1,16 @@
 """The cache of a layer whose heads have different budgets."""
 
 import copy
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import mlx.core as mx
 
 from velox_cache.caches.bounded import BoundedKVCache
-from velox_cache.caches.digest import digest
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.caches.own_attention import Mask, TieredRows, TierMasks, shown_in_tiers
 from velox_cache.caches.tier_heads import TierHeads
+from velox_cache.caches.tiered_state import check_same_tokens, pack_header, unpack_header
 from velox_fn.engine.half import Half
 from velox_fn.engine.pinned import Pinned
 from velox_fn.engine.store import Ranges
@@ -196,13 +195,11 @@ class TieredKVCache(BoundedKVCache):
     def state(self) -> tuple[Any, ...]:
         """Everything needed to go on: a JSON header of the tiers with its digest, then each tier's state."""
         self._view = None
-        kinds = [type(tier).__name__ for tier in self.tiers]
-        header = json.dumps({"heads": self.heads.of_each, "caches": kinds})
-        return (header, digest(header, []), *(tier.state for tier in self.tiers))
+        return (*pack_header(self.tiers, self.heads), *(tier.state for tier in self.tiers))
 
     @state.setter
     def state(self, packed: Sequence[Any]) -> None:
-        heads, kinds = _header(packed)
+        heads, kinds = unpack_header(packed)
         if hasattr(self, "tiers"):
             self._check_alike([TieredKVCache(self.tiers, heads)])
             states = iter(packed[2:])
@@ -210,7 +207,7 @@ class TieredKVCache(BoundedKVCache):
             return
         tiers = [kind.from_state(state) for kind, state in zip(kinds, packed[2:], strict=True)]
         TieredKVCache.__init__(self, tiers, heads)
-        _check_same_tokens(self)
+        check_same_tokens(self.tiers, self.heads)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache that goes on by itself; arrays are shared until they differ."""
@@ -277,33 +274,3 @@ def _together(masks: Sequence[Mask]) -> Mask | TierMasks:
     first = masks[0]
     fits_all = not isinstance(first, mx.array) and all(mask is None or isinstance(mask, str) for mask in masks)
     return first if fits_all and all(mask == first for mask in masks) else TierMasks(masks)
-
-
-def _header(packed: Sequence[Any]) -> tuple[list[list[int]], list[type[EvictingKVCache]]]:
-    """The heads of each tier, and the class of its cache. ValueError where they cannot be read, or were changed."""
-    known = EvictingKVCache.kinds()
-    try:
-        text, own = packed[:2]
-        header = json.loads(text)
-        heads, kinds = header["heads"], [known[name] for name in header["caches"]]
-        whole = bool(mx.array_equal(own, digest(text, []))) and len(packed) == 2 + len(heads) == 2 + len(kinds)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise ValueError(
-            f"this is not the state of a Velox KV cache with tiers, or one with caches of a class that is not known "
-            f"here ({error}); import what made it, copy the file again, or compute the cache anew from its prompt"
-        ) from error
-    if not whole:
-        raise ValueError("the tiers of this cache do not match their digest: it is damaged, copy it again")
-    return heads, kinds  # type: ignore[return-value]
-
-
-def _check_same_tokens(cache: TieredKVCache) -> None:
-    """ValueError unless the tiers saw the same tokens, each with its own heads."""
-    rows = [tier.record.store.ranks.shape[:2] for tier in cache.tiers if tier.record is not None]
-    expected = [(rows[0][0], len(heads)) for heads in cache.heads.of_each] if rows else []
-    offsets = [mx.array(tier.offset).tolist() for tier in cache.tiers]
-    if rows != expected or any(offset != offsets[0] for offset in offsets):
-        raise ValueError(
-            f"the tiers of this cache contradict each other: they saw {offsets} tokens and hold {rows} sequences and "
-            f"heads, for heads {cache.heads.of_each}; it is damaged, copy it again"
-        )
