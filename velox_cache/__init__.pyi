@@ -15,7 +15,12 @@ from .compat.qfilters_cache import QFiltersKVCache
 from .compression.compress import compress
 from .generation import Generation, generate
 from .harness.summary import CacheSummary, LayerSummary, summary
-from .installation.budget_makers import calibrated_budgets, pyramid_budgets, squeeze_budgets
+from .installation.budget_makers import (
+    calibrated_budgets,
+    calibrated_head_budgets,
+    pyramid_budgets,
+    squeeze_budgets,
+)
 from .installation.installing import InstallReport, install, uninstall
 from .introspection.plan import LayerPlan, plan_layers
 from .introspection.query_tap import observe_queries
@@ -42,6 +47,7 @@ __all__ = [
     "average_gqa_filters",
     "calibrate",
     "calibrated_budgets",
+    "calibrated_head_budgets",
     "collect_query_activations",
     "compress",
     "compute_qfilters",

@@ -66,6 +66,14 @@ def test_a_method_that_pools_heads_is_refused_where_they_are_apart(name):
         layer_arguments(BUILT_IN[name], {}, None, 0, None, ModelShard(head_parts=2))
 
 
+def test_a_rank_has_the_budgets_of_its_heads():
+    whole = [[64, 32, 32, 128], 48, [16, 16, 24, 24]]
+    own = [part_of_budgets(ModelShard(head_part=rank, head_parts=2), whole, 3) for rank in range(2)]
+    assert own == [[[64, 32], 48, [16, 16]], [[32, 128], 48, [24, 24]]]
+    second = part_of_budgets(ModelShard(head_part=1, head_parts=2), lambda layer: whole[layer], 3)
+    assert [second(layer) for layer in range(3)] == own[1]
+
+
 @pytest.mark.parametrize(("n_heads", "n_ranks"), [(8, 2), (3, 3), (12, 4), (5, 1)])
 def test_the_ranks_heads_are_all_heads_in_order(n_heads, n_ranks):
     shards = [ModelShard(head_part=rank, head_parts=n_ranks) for rank in range(n_ranks)]

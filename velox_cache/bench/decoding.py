@@ -44,12 +44,13 @@ def decoding_in_turns(
             for label, cache in made.items():
                 advance(f"{label}, {budget}, in turns")
                 mx.eval(model(prompt, cache=cache))
-                arms[label] = partial(_decode, model, cache)
+                arms[label] = partial(decode, model, cache)
             setting = f"{TOKENS} tokens, budget {budget}, after {PROMPT}"
             yield compare("decoding under the model", setting, arms, rounds=rounds)
 
 
-def _decode(model: nn.Module, cache: list[Any]) -> None:
+def decode(model: nn.Module, cache: list[Any]) -> None:
+    """A turn: tokens one after the other, each computed."""
     token = mx.zeros((1, 1), mx.int32)
     for _ in range(TOKENS):
         token = model(token, cache=cache)[:, -1:].argmax(-1)

@@ -2,12 +2,13 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
 
 from velox_cache.caches import accounting
+from velox_cache.caches.bounded import BoundedKVCache
 from velox_cache.caches.held import Held, batch_of
 from velox_cache.caches.mlx_vlm_protocol import memory_profile
 from velox_cache.caches.rows_read import queries_over
@@ -25,7 +26,7 @@ from velox_fn.engine.rows import View
 from velox_fn.engine.store import Ranges
 
 
-class EvictingKVCache:
+class EvictingKVCache(BoundedKVCache):
     """The KV cache of one attention layer, bounded by `method`.
 
     Unbatched it stands for one sequence (or a batch in lockstep) and `offset` is an int; made by `merge` it holds a
@@ -217,13 +218,6 @@ class EvictingKVCache:
         past = dataclasses.replace(self._held.past, can_take_back=can_take_back)
         self._held = dataclasses.replace(self._held, rows=rows, past=past)
 
-    @classmethod
-    def from_state(cls, state: Sequence[Any]) -> Self:
-        """A cache that goes on where the one that gave `state` stood."""
-        cache = cls.__new__(cls)
-        cache.state = state
-        return cache
-
     def size(self) -> int:
         """Rows kept."""
         return self._held.rows.kept
@@ -321,27 +315,6 @@ class EvictingKVCache:
 
     # What mlx_vlm calls besides: see `mlx_vlm_protocol`
 
-    def to_batch(self, left_padding: Sequence[int]) -> Self:
-        """A batch of sequences that begin as this one, each after as much padding as its entry says."""
-        batch = self.merge([copy.copy(self) for _ in left_padding])
-        batch.prepare(left_padding=left_padding)
-        return batch
-
-    def prefix_cache_snapshot(self) -> dict[str, Any]:
-        """What `prefix_cache_restore` takes: the state."""
-        return {"state": self.state}
-
-    def prefix_cache_restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on where the cache that gave `snapshot` stood, under its method. Raises ValueError for a damaged one."""
-        restored = self.from_state(snapshot["state"])
-        self.__dict__.clear()
-        self.__dict__.update(restored.__dict__)
-
-    def prefix_cache_merge(self, rows: Sequence[Any], prefix_lens: Sequence[int]) -> Self | None:
-        """One batch of single sequences; None where one is no evicting cache, or has not seen its prefix's tokens."""
-        seen = [row.offset if isinstance(row, EvictingKVCache) else None for row in rows]
-        return self.merge(rows) if seen == list(prefix_lens) else None
-
     def memory_profile(self, token_count: int) -> Any:
         """What mlx_vlm reckons with when it stores prefixes; `token_count` tokens were seen."""
         return memory_profile(self._held.rows, self._held.method)
@@ -352,12 +325,6 @@ class EvictingKVCache:
         twin.__dict__.update(self.__dict__)
         twin._held, twin._view = self._held, None
         return twin
-
-    def __copy__(self) -> Self:
-        return self.__deepcopy__({})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).from_state, (self.state,)
 
     # Accounting
 
@@ -398,11 +365,6 @@ class EvictingKVCache:
     def full_seq_bytes(self) -> int:
         """Bytes that the rows of all tokens seen would take."""
         return accounting.full_sequence_bytes(self._held.rows)
-
-    @property
-    def compression_ratio(self) -> float:
-        """full_seq_bytes / kept_bytes; 1.0 before the first token."""
-        return self.full_seq_bytes / self.kept_bytes if self.kept_bytes else 1.0
 
     # Parts
 

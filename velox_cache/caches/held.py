@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from velox_cache.caches.masks import mask_of_next
-from velox_cache.caches.packed_rows import shown
+from velox_cache.caches.own_attention import shown
 from velox_cache.caches.padding import padding_last
 from velox_cache.caches.sequences import Sequences, extracted, merged, selected
 from velox_cache.caches.state import same_method

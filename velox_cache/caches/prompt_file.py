@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx_lm.models.cache as mlx_caches
 
 from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.caches.tiered import TieredKVCache
 from velox_cache.file_checks import check_folder_of, check_readable
 
 FILE_VERSION = 2  # 1: without a digest
@@ -29,8 +30,8 @@ def register_with_mlx_lm() -> None:
     mlx_lm looks the class of a saved cache up by name in its module of caches, so ours are entered there. Calling it
     again does nothing new.
     """
-    for cls in _with_subclasses(EvictingKVCache):
-        setattr(mlx_caches, cls.__name__, cls)
+    for name, cls in (EvictingKVCache.kinds() | TieredKVCache.kinds()).items():
+        setattr(mlx_caches, name, cls)
 
 
 def save_prompt_cache(
@@ -143,7 +144,3 @@ def _digest(file: BinaryIO) -> tuple[int, str]:
 def _with_suffix(file_name: str | os.PathLike[str]) -> Path:
     path = Path(file_name)
     return path if path.suffix == _SUFFIX else path.with_name(path.name + _SUFFIX)
-
-
-def _with_subclasses(cls: type[EvictingKVCache]) -> list[type[EvictingKVCache]]:
-    return [cls, *(found for sub in cls.__subclasses__() for found in _with_subclasses(sub))]

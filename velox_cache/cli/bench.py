@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only-model", action="store_true", help="nothing but the model's runs")
     parser.add_argument(
+        "--tiers", action="store_true", help="nothing but tokens under MODEL with heads in one, two and three tiers"
+    )
+    parser.add_argument(
         "--report",
         type=Path,
         metavar="FILE",
@@ -69,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.report is not None:
         return _report(arguments.model, arguments.report)
+    if arguments.tiers:
+        return _tiers(arguments.model, arguments.budgets or (512,), arguments.model_rounds)
     from collections.abc import Iterable
     from dataclasses import replace
 
@@ -123,6 +128,22 @@ def run(arguments: argparse.Namespace) -> int:
     if earlier is not None:
         for line in changes(report, earlier):
             console.print(line, soft_wrap=True, highlight=False)
+    return 0
+
+
+def _tiers(model_name: str | None, budgets: tuple[int, ...], rounds: int) -> int:
+    from rich.console import Console
+
+    from velox_cache.bench.report import comparison_table
+    from velox_cache.bench.tier_steps import tier_steps
+    from velox_cache.cli.model_argument import load_model
+    from velox_cache.models import fetch_model
+
+    model, tokenizer = load_model(model_name or str(fetch_model("smollm2-135m")))
+    for budget in budgets:
+        Console(width=150).print(
+            comparison_table(tier_steps(model, tokenizer, budget=budget, rounds=_TURNS_PER_RUN * rounds))
+        )
     return 0
 
 

@@ -41,8 +41,9 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--layer-shares",
         metavar="RULE",
-        help="how the layers share the rows, --budget each on average: calibrated (the least loss), pyramid "
-        "(fewer with depth) or squeeze (fewer where a layer changes little); default: alike",
+        help="how rows are shared out, --budget on average: calibrated (each head as many as lose least), "
+        "calibrated-layers (each layer), pyramid (fewer with depth) or squeeze (fewer where a layer changes little); "
+        "default: alike",
     )
     group.add_argument(
         "--recent",

@@ -13,6 +13,7 @@ from velox_cache.distributed.collectives import Group, failing_together, own_sha
 from velox_cache.evaluation.cells import Cells
 from velox_cache.harness.arms import Arm, MakeCache
 from velox_cache.installation.installed import InstalledCaches
+from velox_cache.installation.tiers import settings_of
 
 Advance = Callable[[int], object]
 """Called with the tokens done."""
@@ -36,17 +37,17 @@ class Contender:
         the full cache."""
         if not isinstance(self.make, InstalledCaches):
             return {}
-        methods = list(self.make.methods.values())
-        budgets = [method.settings.get("budget") for method in methods]
-        own = {"budgets": budgets} if len(set(budgets)) > 1 else {}
-        return {**methods[0].settings, **own}
+        layers = list(self.make.methods.values())
+        budgets = settings_of(layers).get("budget")
+        own = {"budgets": budgets} if isinstance(budgets, list) else {}
+        return {**layers[0][0].method.settings, **own}
 
     @functools.cached_property
     def calibrated(self) -> str:
         """A digest of the arrays that its methods take of a calibration; empty where they take none."""
         if not isinstance(self.make, InstalledCaches):
             return ""
-        methods = self.make.methods.items()
+        methods = [(layer, tier.method) for layer, tiers in self.make.methods.items() for tier in tiers]
         arrays = [(layer, *named) for layer, method in methods for named in sorted(method.params.items())]
         found = hashlib.sha256()
         for layer, name, array in arrays:

@@ -15,7 +15,7 @@ from velox_cache.harness.arms import Arm, MakeCache
 from velox_cache.harness.memory import CacheUsage, cache_usage
 from velox_cache.harness.shared_prefill import shared_prefill
 from velox_cache.harness.side_by_side import side_by_side
-from velox_cache.introspection.query_tap import flat_caches
+from velox_cache.introspection.query_tap import row_caches
 from velox_fn.engine.eviction import kept_positions
 
 
@@ -64,25 +64,31 @@ def run_task(
 
 def check_equal_rows(arms: Sequence[Arm], prompt_caches: Sequence[Sequence[Any]]) -> None:
     """ValueError unless all arms have seen as many tokens, and those of one budget keep as many rows in all layers
-    together: the budget in the mean over the bounded ones, or all that were seen.
+    and heads together: the budget in the mean over the bounded ones, or all that were seen.
 
     An arm that keeps more than the others would be compared on its memory, not on its choice.
     """
     found: dict[int | None, tuple[str, int, int]] = {}
     for arm, prompt_cache in zip(arms, prompt_caches, strict=True):
-        bounded = [cache for cache in flat_caches(prompt_cache) if isinstance(cache, EvictingKVCache)]
+        bounded = [
+            (cache, cache.record.store.ranks.shape[1])
+            for cache in row_caches(prompt_cache)
+            if isinstance(cache, EvictingKVCache) and cache.record is not None
+        ]
         if not bounded:
             continue
-        seen, kept = sum(cache.tokens_seen for cache in bounded), sum(cache.tokens_kept for cache in bounded)
-        if arm.budget is not None and kept != min(arm.budget * len(bounded), seen):
+        n_heads = sum(heads for _, heads in bounded)
+        seen = sum(cache.tokens_seen * heads for cache, heads in bounded)
+        kept = sum(cache.tokens_kept * heads for cache, heads in bounded)
+        if arm.budget is not None and kept != min(arm.budget * n_heads, seen):
             raise ValueError(
-                f"{arm.label} keeps {kept} of {seen} rows in {len(bounded)} bounded layers at budget {arm.budget}: its "
+                f"{arm.label} keeps {kept} of {seen} rows in {n_heads} bounded heads at budget {arm.budget}: its "
                 "numbers would not be those of its budget"
             )
         label, others_kept, others_seen = found.setdefault(arm.budget, (arm.label, kept, seen))
         if (kept, seen) != (others_kept, others_seen):
             raise ValueError(
-                f"{arm.label} keeps {kept} of {seen} rows in {len(bounded)} bounded layers, {label} {others_kept} of "
+                f"{arm.label} keeps {kept} of {seen} rows in {n_heads} bounded heads, {label} {others_kept} of "
                 f"{others_seen} at the same budget: compare them at equal rows only"
             )
 
@@ -93,11 +99,11 @@ def evidence_kept(prompt_cache: Sequence[Any], evidence: Sequence[tuple[int, int
     1 where nothing is bounded.
     """
     wanted = mx.array([position for start, stop in evidence for position in range(start, stop)])
-    shares = []
-    for cache in flat_caches(prompt_cache):
+    shares: list[mx.array] = []
+    for cache in row_caches(prompt_cache):
         if isinstance(cache, EvictingKVCache) and cache.record is not None:
             positions = kept_positions(cache.record)
-            shares.append((positions[..., None] == wanted).any(axis=-2).mean())
+            shares.extend((positions[..., None] == wanted).any(axis=-2).mean(axis=(0, 2)))  # of each head
     return float(mx.stack(shares).mean()) if shares else 1.0
 
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 
-from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.caches.bounded import BoundedKVCache
 from velox_cache.introspection.cache_kinds import is_list, with_parts
 from velox_cache.introspection.observed_prefill import LayerQueries, forked_caches, observed_prefill, viewed_caches
 from velox_cache.introspection.query_tap import flat_caches
@@ -111,7 +111,7 @@ class SharedPrefill:
         if is_list(cache):
             pairs = zip(cache.caches, own.caches, strict=True)
             return type(cache)(*(self._filled(*pair, call, start, stop) for pair in pairs))
-        if not isinstance(cache, EvictingKVCache):
+        if not isinstance(cache, BoundedKVCache):
             return copy.deepcopy(own)
         if cache.tokens_seen != start:
             raise ValueError(
@@ -121,8 +121,8 @@ class SharedPrefill:
         if call is None or call.queries.shape[2] != self.n_tokens:
             raise ValueError("the query tap did not see this layer's attention; prefill each cache by itself")
         part = slice(start, stop)
-        view = cache.update_and_fetch(own.keys[..., part, :], own.values[..., part, :])
-        cache.observe_queries(view[0], call.queries[:, :, part], *view, call.scale, **call.terms)
+        keys, values = cache.update_and_fetch(own.keys[..., part, :], own.values[..., part, :])
+        cache.observe_queries(keys, call.queries[:, :, part], keys, values, call.scale, **call.terms)
         return cache
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.cache_kinds import is_plain
-from velox_cache.introspection.query_tap import flat_caches
+from velox_cache.introspection.query_tap import row_caches
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def summary(prompt_cache: Sequence[Any]) -> CacheSummary:
     described too. Bytes are counted from shapes: nothing waits for the device.
     """
     return CacheSummary(
-        tuple(_summary_of(layer, cache) for layer, entry in enumerate(prompt_cache) for cache in flat_caches([entry]))
+        tuple(_summary_of(layer, cache) for layer, entry in enumerate(prompt_cache) for cache in row_caches([entry]))
     )
 
 

@@ -40,6 +40,18 @@ def check_budget(budget: object) -> None:
         raise ValueError(f"budget={budget!r}: a budget is a number of rows, not text; write {meant}")
 
 
+def both_widths(bits: int | None, settings: Mapping[str, Any]) -> dict[str, int]:
+    """The settings that `bits` stands for. ValueError when one of them is given as well."""
+    if bits is None:
+        return {}
+    given = [name for name in ("key_bits", "value_bits") if settings.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"bits={bits} is key_bits and value_bits in one, and {' and '.join(given)} is given too; drop one"
+        )
+    return {"key_bits": bits, "value_bits": bits}
+
+
 def check_settings(method: Method, settings: Mapping[str, Any], *, calibrated: bool = False) -> None:
     """ValueError when a method does not take these settings, budget included, or cannot work with them.
 

@@ -1,13 +1,14 @@
 """Budgets per layer by a rule: lists for `install(budget=...)` of the same total as one budget for all layers."""
 
 from collections.abc import Sequence
-from itertools import combinations
 
 import mlx.nn as nn
 import numpy as np
 
+from velox_cache.calibration.artifact import Calibration
 from velox_cache.installation.given_calibration import GivenCalibration, loaded
-from velox_cache.installation.least_loss import least_loss
+from velox_cache.installation.grouping import grouped, tier_sizes
+from velox_cache.installation.least_loss import Floats, least_loss
 from velox_cache.introspection.layer_changes import layer_similarities
 from velox_cache.introspection.plan import plan_layers
 from velox_cache.introspection.shard import model_shard
@@ -16,7 +17,7 @@ from velox_fn.engine import checks
 
 _LEAST_SHARE, _MOST_SHARE = 1 / 16, 1 / 4  # between which half of it and the double were measured
 _TOKENS = 1024  # that `squeeze_budgets` reads at most
-_GROUPS = 3
+_LEAST_CHANGED = 2  # of the groups of `squeeze_budgets`
 
 
 def pyramid_budgets(model: nn.Module, budget: int, *, beta: float = 20, window: int = 8) -> list[int]:
@@ -93,7 +94,7 @@ def squeeze_budgets(model: nn.Module, tokens: Sequence[int], budget: int, *, sha
     bounded = _bounded(model)
     similar = layer_similarities(model, tokens[:_TOKENS])
     groups = grouped([similar[entry] for entry in bounded])
-    least = groups == _GROUPS - 1
+    least = groups == _LEAST_CHANGED
     more = budget * (len(bounded) - share * least.sum()) / max(len(bounded) - least.sum(), 1)
     return _listed(model, bounded, np.where(least, share * budget, more), budget)
 
@@ -119,6 +120,44 @@ def calibrated_budgets(calibration: GivenCalibration, budget: int, *, method: st
     """
     budget = checks.whole_number("budget", budget, 1)
     calibration = loaded(calibration)
+    losses = _losses(calibration, method)
+    wanted = _wanted(calibration, np.stack([of_heads.sum(0) for of_heads in losses.values()]), budget)
+    found = [budget] * len(calibration.filters)
+    for layer, rows in zip(losses, _rounded(wanted, budget), strict=True):
+        found[layer] = rows
+    return found
+
+
+def calibrated_head_budgets(
+    calibration: GivenCalibration, budget: int, *, method: str = RECOMMENDED_METHOD
+) -> list[int | list[int]]:
+    """As `calibrated_budgets`, for each KV head by itself, with at most three sizes in a layer (tiers).
+
+    Args:
+        calibration: of the whole model, with losses, or the path of its file.
+        budget: rows per KV head on average.
+        method: whose rows leave, by its name.
+
+    Returns:
+        One entry per entry of the prompt cache: a list with a number for each KV head of a bounded layer, which sum to
+        the number of all these heads times `budget`; `budget` for the others.
+
+    Raises:
+        ValueError: a number cannot work, or the calibration has no losses of this method.
+    """
+    budget = checks.whole_number("budget", budget, 1)
+    calibration = loaded(calibration)
+    losses = _losses(calibration, method)
+    wanted = _wanted(calibration, np.concatenate(list(losses.values())), budget)
+    of_layers = np.split(wanted, np.cumsum([len(of_heads) for of_heads in losses.values()])[:-1])
+    found: list[int | list[int]] = [budget] * len(calibration.filters)
+    for layer, rows in zip(losses, tier_sizes(of_layers, budget), strict=True):
+        found[layer] = rows
+    return found
+
+
+def _losses(calibration: Calibration, method: str) -> dict[int, Floats]:
+    """Of each layer that has them, what each share costs each head, float64 [H,S]. ValueError where there are none."""
     table = calibration.losses
     if table is None:
         raise ValueError(
@@ -131,35 +170,19 @@ def calibrated_budgets(calibration: GivenCalibration, budget: int, *, method: st
             f"the calibration holds losses of {', '.join(table.methods)}, and not of {method}, whose scores are not "
             "known before a text is; take one of them, or budgets by another rule, such as pyramid_budgets"
         )
-    of_layers = {
-        layer: np.array(statistics.row_losses, np.float64)[:, table.methods.index(method)].sum(0)
+    return {
+        layer: np.array(statistics.row_losses, np.float64)[:, table.methods.index(method)]
         for layer, statistics in enumerate(calibration.statistics)
         if statistics is not None and statistics.row_losses is not None
     }
+
+
+def _wanted(calibration: Calibration, losses: Floats, budget: int) -> Floats:
+    """Rows of each of n, float64 [n], `budget` in the mean, by their losses [n,S] at the calibration's shares."""
+    table = calibration.losses
+    assert table is not None
     share = min(max(budget / table.n_context, _LEAST_SHARE), _MOST_SHARE)
-    wanted = least_loss(np.array(table.shares), np.stack(list(of_layers.values())), share) / share * budget
-    found = [budget] * len(calibration.filters)
-    for layer, rows in zip(of_layers, _rounded(wanted, budget), strict=True):
-        found[layer] = rows
-    return found
-
-
-def grouped(numbers: Sequence[float]) -> np.ndarray:
-    """Which of three groups each number is in, int [n], from the smallest numbers to the largest; all 0 for three or
-    fewer numbers."""
-    n = len(numbers)
-    if n <= _GROUPS:
-        return np.zeros(n, int)
-    order = np.argsort(numbers, kind="stable")
-    ascending = np.asarray(numbers, np.float64)[order]
-
-    def scatter(cuts: tuple[int, ...]) -> float:
-        return float(sum(((part - part.mean()) ** 2).sum() for part in np.split(ascending, cuts)))
-
-    cuts = min(combinations(range(1, n), _GROUPS - 1), key=scatter)
-    groups = np.empty(n, int)
-    groups[order] = np.searchsorted(cuts, np.arange(n), side="right")
-    return groups
+    return least_loss(np.array(table.shares), losses, share) / share * budget
 
 
 def _bounded(model: nn.Module) -> list[int]:

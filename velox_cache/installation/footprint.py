@@ -3,14 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from velox_fn.engine.eviction import Eviction
+from velox_cache.installation.tiers import Tier, n_heads
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of keys and values in the bounded layers of one sequence. Layers that bound themselves are left out."""
 
-    layers: tuple[tuple[int, int, int], ...]  # of each bounded layer: bytes of a token, those of a row, most rows held
+    layers: tuple[
+        tuple[int, int, int], ...
+    ]  # of each tier of a bounded layer: bytes of a token, those of a row, most rows held
     leaves_from: int  # the first token with which rows leave, counted from 1
 
     @property
@@ -40,19 +42,20 @@ class Footprint:
 
 
 def footprint(
-    token_bytes: Sequence[int | None], stored_bytes: Sequence[int | None], methods: Mapping[int, Eviction]
+    token_bytes: Sequence[int | None], stored_bytes: Sequence[int | None], methods: Mapping[int, Sequence[Tier]]
 ) -> Footprint | None:
     """That of methods by layer; None where something of it is not known.
 
     token_bytes: of each layer, what a token brings. stored_bytes: what its row takes, less where rows are quantised.
     """
     layers, leaves = [], []
-    for layer, method in methods.items():
+    for layer, tier in ((layer, tier) for layer, tiers in methods.items() for tier in tiers):
         size, stored = token_bytes[layer], stored_bytes[layer]
-        budget, interval = method.settings.get("budget"), method.settings.get("interval", 1)
+        budget, interval = tier.method.settings.get("budget"), tier.method.settings.get("interval", 1)
         if size is None or stored is None or not isinstance(budget, int):
             return None
-        layers.append((size, stored, budget + interval - (interval == 1)))
+        part, whole = n_heads(tier, methods[layer])
+        layers.append((size * part // whole, stored * part // whole, budget + interval - (interval == 1)))
         leaves.append((budget // interval + 1) * interval + (interval > 1))  # what comes at a boundary sees them still
     return Footprint(tuple(layers), min(leaves))
 

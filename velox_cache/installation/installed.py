@@ -4,17 +4,19 @@ import copy
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import mlx.nn as nn
 
+from velox_cache.caches.bounded import BoundedKVCache
 from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.caches.tiered import TieredKVCache
+from velox_cache.installation.tiers import Tier
 from velox_cache.introspection.plan import LayerPlan, make_caches
 from velox_cache.introspection.query_tap import QueryTap
 from velox_fn.engine import checks
-from velox_fn.engine.eviction import Eviction
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +29,7 @@ class InstalledCaches:
 
     model: weakref.ref[nn.Module]
     plan: tuple[LayerPlan, ...]
-    methods: Mapping[int, Eviction]
+    methods: Mapping[int, Sequence[Tier]]
     cache_class: type[EvictingKVCache]
     true_queries: bool
     tap: QueryTap | None
@@ -44,7 +46,7 @@ class InstalledCaches:
         model = self.model()
         if model is None:
             raise ReferenceError("the model of this make_cache is gone; keep the model, and call model.make_cache()")
-        most = max(method.settings.get("budget", 0) for method in self.methods.values())
+        most = max(tier.method.settings.get("budget", 0) for tiers in self.methods.values() for tier in tiers)
         asked = _max_kv_size_asked_for()
         if asked is not None and asked < most:
             warnings.warn(
@@ -52,13 +54,14 @@ class InstalledCaches:
                 f"install with budget={asked}, or drop max_kv_size",
                 stacklevel=3,
             )
-        return make_caches(
-            model,
-            self.plan,
-            lambda layer: self.cache_class(
-                self.methods[layer], true_queries=self.true_queries, snapshots=self.snapshots
-            ),
-        )
+        return make_caches(model, self.plan, self._cache_of)
+
+    def _cache_of(self, layer: int) -> BoundedKVCache:
+        tiers = self.methods[layer]
+        caches = [
+            self.cache_class(tier.method, true_queries=self.true_queries, snapshots=self.snapshots) for tier in tiers
+        ]
+        return caches[0] if len(caches) == 1 else TieredKVCache(caches, [tier.heads or () for tier in tiers])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InstalledCaches":
         """Inside a copy of the model: that copy's own."""

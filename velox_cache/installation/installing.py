@@ -1,7 +1,7 @@
 """Put evicting caches into a model, so that everything in mlx_lm that asks it for caches gets them."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,18 +14,19 @@ from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.default_recent import RECENT_SHARE, with_default_recent
 from velox_cache.calibration.made_once import about
 from velox_cache.calibration.values_read import check_values_read, default_terms, why_left_out
-from velox_cache.installation.asked import check_asked, check_settings
+from velox_cache.installation.asked import both_widths, check_asked, check_settings
 from velox_cache.installation.footprint import Footprint, footprint
 from velox_cache.installation.given_calibration import GivenCalibration, calibration_of, one_of_both
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.installation.layer_arguments import check_queries_together
 from velox_cache.installation.layer_budgets import Budgets, with_own_masks
 from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of_every_layer
+from velox_cache.installation.own_attention import IN_TIERS, QUANTISED, check_reads, tap_of
 from velox_cache.installation.own_masks import look_up_masks, take_masks_as_given
 from velox_cache.installation.parts import call_in_parts, call_whole
-from velox_cache.installation.quantised_rows import both_widths, check_reads_quantised_rows, tap_of
-from velox_cache.installation.shares import about_shares, check_shares, shared_out
+from velox_cache.installation.shares import CALIBRATED, about_shares, check_shares, shared_out
 from velox_cache.installation.tapped import check_shows_queries
+from velox_cache.installation.tiers import settings_of
 from velox_cache.introspection.mlx_vlm_models import check_can_be_called_in_parts, check_takes_caches
 from velox_cache.introspection.plan import LayerPlan, plan_layers
 from velox_cache.introspection.row_bytes import row_bytes
@@ -35,7 +36,7 @@ from velox_cache.recommended import RECOMMENDED_METHOD
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.quantised import NO_WIDTHS, widths_of_method
-from velox_fn.method import PLACES, Method
+from velox_fn.method import Method
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,12 @@ def install(
     method: its name, one of `velox methods` or registered by `velox_fn.register`; its factory, such as
     `velox_fn.qfilters` or one of your own; or an Eviction, which every layer then runs as it is, so that it takes no
     budget, calibration or settings here.
-    budget: most rows kept per layer; a list with one number per layer, or a function of the layer's index, gives each
-    layer its own (`layer_budgets`).
-    shares: a rule by which the layers share one budget, so that it holds on average: "calibrated" (the least loss, as
-    the calibration measured it, `calibrated_budgets`), "pyramid" (fewer rows with depth, `pyramid_budgets`) or
-    "squeeze" (fewer where a layer changes little, `squeeze_budgets`, on text that comes with Python). A `recent` that
+    budget: most rows kept per KV head; a list with one number per layer, or a function of the layer's index, gives each
+    layer its own (`layer_budgets`), and a list in a number's place each KV head of the layer.
+    shares: a rule by which one budget is shared out, so that it holds on average: "calibrated" (each KV head has what
+    brings the least loss, as the calibration measured it, `calibrated_head_budgets`), "calibrated-layers" (each layer,
+    `calibrated_budgets`), "pyramid" (fewer rows with depth, `pyramid_budgets`) or "squeeze" (fewer where a layer
+    changes little, `squeeze_budgets`, on text that comes with Python). A `recent` that
     is given is that of a layer with `budget` rows; others have theirs in proportion. A window that a method has another
     name for, such as h2o's grace or snapkv's obs_window, is the same in all layers and must fit the smallest.
     settings: the other arguments of the method's factory, such as n_sink, recent. `recent` defaults to three quarters
@@ -159,14 +161,14 @@ def install(
         check_values_read(chosen, settings, model)
         one_layer = next(entry.layer for entry in plan if entry.bounded)
         used = calibration_of(
-            chosen, settings, given, calibrate, tokenizer, model, one_layer, losses=shares == "calibrated"
+            chosen, settings, given, calibrate, tokenizer, model, one_layer, losses=shares in CALIBRATED
         )
         average = None
         if shares is not None:
             average = chosen.settings["budget"] if budget is None else checks.plain(budget)
             budget = shared_out(shares, model, chosen, settings, average, used, tokenizer)
         methods = by_layer(chosen, settings, budget, used, model, plan, shard, average=average)
-    any_method = next(iter(methods.values()))
+    any_method = next(iter(methods.values()))[0].method
     at_intervals = any_method.settings.get("interval", 1) > 1
     if at_intervals:
         check_can_be_called_in_parts(model)
@@ -178,14 +180,16 @@ def install(
     installed = InstalledCaches(
         weakref.ref(model), plan, methods, EvictingKVCache, true_queries, None, snapshots, before
     )
-    widths = {layer: widths_of_method(each) for layer, each in methods.items()}
-    packed = any(each.packed for each in widths.values())
-    if true_queries or packed:
-        installed = replace(installed, tap=tap_of(model, why_quantised=packed).install())
+    widths = {layer: widths_of_method(tiers[0].method) for layer, tiers in methods.items()}
+    quantised = [QUANTISED] if any(each.packed for each in widths.values()) else []
+    in_tiers = [IN_TIERS] if any(len(tiers) > 1 for tiers in methods.values()) else []
+    form = next(iter(quantised + in_tiers), None)
+    if true_queries or form is not None:
+        installed = replace(installed, tap=tap_of(model, form).install())
     if true_queries:
         check_shows_queries(model, installed)
-    if packed:
-        check_reads_quantised_rows(model, installed)
+    if form is not None:
+        check_reads(model, installed, form)
     if has_own_budgets(budget):
         installed = with_own_masks(model, installed)
     uninstall(model)  # only now, so that an install that is refused leaves the one before it in place
@@ -196,12 +200,12 @@ def install(
         look_up_masks(model)
     return InstallReport(
         any_method.name,
-        _settings_of_all(list(methods.values())),
+        settings_of(methods.values()),
         plan,
         footprint(row_bytes(model), row_bytes(model, widths), methods),
         None if used is None else about(used),
         left_out,
-        None if shares is None else about_shares(shares, [each.settings["budget"] for each in methods.values()]),
+        None if shares is None else about_shares(shares, methods.values()),
     )
 
 
@@ -241,13 +245,3 @@ def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **argument
             "the factory that made it, or install the factory"
         )
     return given
-
-
-def _settings_of_all(methods: Sequence[Eviction]) -> dict[str, Any]:
-    """The settings of every layer's method: the value where all agree, else a list. A layer's place is no setting."""
-    by_name = {
-        name: [method.settings[name] for method in methods] for name in methods[0].settings if name not in PLACES
-    }
-    return {
-        name: values[0] if all(value == values[0] for value in values) else values for name, values in by_name.items()
-    }

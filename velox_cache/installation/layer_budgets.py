@@ -10,10 +10,11 @@ import mlx.nn as nn
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.installation.own_masks import OwnMask, looking_up_masks
+from velox_cache.installation.tiers import LayerBudget
 from velox_cache.introspection.plan import LayerPlan, asks_for_mask_arrays
 from velox_cache.introspection.probing import left_as_it_was
 
-Budgets = Sequence[int] | Callable[[int], int]
+Budgets = Sequence[LayerBudget] | Callable[[int], LayerBudget]
 
 _NO_BATCH = (
     "layers with budgets of their own cannot share a ragged batch on this model: it makes one mask for all its layers, "
@@ -63,11 +64,11 @@ class SoloKVCache(LayerBudgetKVCache):
             raise ValueError(_NO_BATCH)
 
 
-def layer_budgets(plan: Sequence[LayerPlan], budgets: Budgets) -> Mapping[int, int]:
+def layer_budgets(plan: Sequence[LayerPlan], budgets: Budgets) -> Mapping[int, LayerBudget]:
     """The budget of each bounded layer, by its index in the prompt cache.
 
-    budgets: one number per entry of the prompt cache (those of unbounded layers are not looked at), or a function of
-    the index. Raises ValueError when the list has another length.
+    budgets: one number per entry of the prompt cache (those of unbounded layers are not looked at), or one for each KV
+    head of an entry, or a function of the index. Raises ValueError when the list has another length.
     """
     if callable(budgets):
         return {entry.layer: budgets(entry.layer) for entry in plan if entry.bounded}
@@ -104,8 +105,7 @@ def _layers_take_own_masks(model: nn.Module, make_caches: Callable[[], list[Any]
             # Fresh ones for each: a second call would begin to compute the first, which ranks do in their own order.
             caches = make_caches()
             if n_sequences > 1:
-                pairs = zip(caches, make_caches(), strict=True)
-                caches = [type(one).merge([one, other]) for one, other in pairs]
+                caches = [one.merge([one, other]) for one, other in zip(caches, make_caches(), strict=True)]
             with left_as_it_was(model):
                 model(mx.array([tokens] * n_sequences), cache=caches)
     except Exception:  # whatever it is: such a model is served one sequence at a time

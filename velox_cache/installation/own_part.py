@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.installation.layer_budgets import Budgets
+from velox_cache.installation.tiers import LayerBudget, is_by_head
 from velox_cache.introspection.shard import ModelShard
 
 
@@ -36,7 +37,11 @@ def part_of_calibration(shard: ModelShard, whole: Calibration, n_layers: int) ->
 
 
 def part_of_budgets(shard: ModelShard, whole: Budgets, n_layers: int) -> Budgets:
-    """Budgets of this rank's `n_layers` layers, from those of the whole model."""
+    """Budgets of this rank's `n_layers` layers and their heads, from those of the whole model."""
+
+    def own(budget: LayerBudget) -> LayerBudget:
+        return budget[shard.heads(len(budget))] if is_by_head(budget) else budget
+
     if callable(whole):
-        return lambda layer: whole(layer + shard.first_layer)
-    return whole[shard.first_layer :][:n_layers] if shard.pipelined else whole
+        return lambda layer: own(whole(layer + shard.first_layer))
+    return [own(budget) for budget in (whole[shard.first_layer :][:n_layers] if shard.pipelined else whole)]

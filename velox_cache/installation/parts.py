@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.introspection.own_calls import call_as_given, call_by
-from velox_cache.introspection.query_tap import flat_caches
+from velox_cache.introspection.query_tap import row_caches
 
 _WHOLE = "whole_call"
 
@@ -54,7 +54,7 @@ def _in_parts(whole: type[nn.Module]) -> Callable[..., Any]:
 
 def _at_intervals(cache: Any) -> EvictingKVCache | None:
     """The first cache that evicts at intervals; all of a model have the same tokens and boundaries."""
-    found = flat_caches(cache) if cache else []
+    found = row_caches(cache) if cache else []
     return next((one for one in found if isinstance(one, EvictingKVCache) and one.interval > 1), None)
 
 

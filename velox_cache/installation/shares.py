@@ -1,6 +1,6 @@
 """`shares=` of `install`: one budget handed out to the layers by a rule that is named."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.nn as nn
@@ -8,11 +8,18 @@ import mlx.nn as nn
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.texts import calibration_texts
-from velox_cache.installation.budget_makers import calibrated_budgets, pyramid_budgets, squeeze_budgets
+from velox_cache.installation.budget_makers import (
+    calibrated_budgets,
+    calibrated_head_budgets,
+    pyramid_budgets,
+    squeeze_budgets,
+)
+from velox_cache.installation.tiers import Tier
 from velox_fn.engine import checks
 from velox_fn.method import Method
 
-RULES = ("calibrated", "pyramid", "squeeze")
+CALIBRATED = ("calibrated", "calibrated-layers")  # which take a calibration's losses
+RULES = (*CALIBRATED, "pyramid", "squeeze")
 _PYRAMID_WINDOW = 8  # rows of every layer, in the paper; more where the method itself protects more
 
 
@@ -37,8 +44,8 @@ def shared_out(
     budget: int,
     calibration: Calibration | None,
     tokenizer: Tokenizer | None,
-) -> list[int]:
-    """One budget per entry of the prompt cache, `budget` on average over the bounded layers.
+) -> list[int] | list[int | list[int]]:
+    """One budget per entry of the prompt cache, or for each of its KV heads, `budget` on average over what is bounded.
 
     Raises ValueError where the rule needs something that is not there, and as its function of `budget_makers` does.
     """
@@ -55,13 +62,19 @@ def shared_out(
         return squeeze_budgets(model, list(tokenizer.encode(calibration_texts()[0])), budget)
     if calibration is None:
         raise ValueError(
-            f'shares="calibrated" takes the losses of a calibration, and {method.label} uses none; take a method that '
+            f'shares="{shares}" takes the losses of a calibration, and {method.label} uses none; take a method that '
             'does, such as fusion or learned, or shares="pyramid"'
         )
-    return calibrated_budgets(calibration, budget, method=method.label)
+    made = calibrated_head_budgets if shares == "calibrated" else calibrated_budgets
+    return made(calibration, budget, method=method.label)
 
 
-def about_shares(shares: str, budgets: Sequence[int]) -> str:
-    """One line: the rule, and the budgets of the bounded layers."""
+def about_shares(shares: str, layers: Iterable[Sequence[Tier]]) -> str:
+    """One line: the rule, and the budgets of the bounded layers, or of their heads."""
+    of_heads = shares == "calibrated"
+    budgets = [tier.method.settings["budget"] for tiers in layers for tier in tiers for _ in tier.heads or (0,)]
     average = sum(budgets) / len(budgets)
-    return f"layers share the rows, {shares}: {min(budgets):,} to {max(budgets):,} each, {average:,.0f} on average"
+    return (
+        f"{'heads' if of_heads else 'layers'} share the rows, {shares}: {min(budgets):,} to {max(budgets):,} each, "
+        f"{average:,.0f} on average"
+    )

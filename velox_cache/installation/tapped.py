@@ -9,7 +9,7 @@ from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.caches.held import MissingQueriesError
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.introspection.probing import left_as_it_was
-from velox_cache.introspection.query_tap import flat_caches, model_type
+from velox_cache.introspection.query_tap import model_type, row_caches
 
 
 def check_shows_queries(model: nn.Module, installed: InstalledCaches) -> None:
@@ -33,7 +33,7 @@ def check_shows_queries(model: nn.Module, installed: InstalledCaches) -> None:
 
 def _observed(cache: Any) -> bool:
     try:
-        for part in flat_caches([cache]):
+        for part in row_caches([cache]):
             _ = part.state if isinstance(part, EvictingKVCache) else None  # nothing is evaluated
     except MissingQueriesError:
         return False

@@ -1,7 +1,7 @@
 """How many KV heads each of a model's caches holds, and of how many dimensions, as the model fills them."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -49,16 +49,20 @@ class KeyLayouts:
         return {layer: KeyLayout(keys.shape[1], keys.shape[3]) for layer, keys in filled.items()}
 
 
-def check_filter_layout(layouts: KeyLayouts, layer: int, method: Eviction) -> None:
-    """ValueError when the method's calibrated arrays cannot fit the layer's heads, as far as the model tells them."""
+def check_filter_layout(layouts: KeyLayouts, layer: int, method: Eviction, heads: Sequence[int] | None = None) -> None:
+    """ValueError when the method's calibrated arrays cannot fit the layer's heads, as far as the model tells them.
+
+    heads: those that the method is for; None, all.
+    """
     layout = layouts.of_layer(layer) if method.params else None
     if layout is None:
         return
+    n_heads = layout.n_kv_heads if heads is None else len(heads)
     for name, array in method.params.items():
         of_rows = name not in PER_TERM and array.ndim < 4  # others are of terms, or of pairs of dimensions
         dims = array.shape[1:2] if of_rows else ()
-        if array.shape[0] != layout.n_kv_heads or any(dim != layout.head_dim for dim in dims):
+        if array.shape[0] != n_heads or any(dim != layout.head_dim for dim in dims):
             raise ValueError(
-                f"layer {layer} has {layout.n_kv_heads} KV heads of dimension {layout.head_dim}, but its {name} have "
+                f"layer {layer} has {n_heads} KV heads of dimension {layout.head_dim}, but its {name} have "
                 f"shape {tuple(array.shape)}; they belong to another model, calibrate this one"
             )

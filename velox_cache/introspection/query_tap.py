@@ -145,6 +145,11 @@ def flat_caches(caches: Iterable[Any]) -> list[Any]:
     return found
 
 
+def row_caches(caches: Iterable[Any]) -> list[Any]:
+    """The same, with the tiers of a layer in the place of its one cache: each holds rows of its own."""
+    return [part for cache in flat_caches(caches) for part in getattr(cache, "tiers", (cache,))]
+
+
 def model_type(model: nn.Module) -> str:
     """The architecture's name as mlx_lm knows it, or the class name."""
     return str(getattr(model, "model_type", type(model).__name__))

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.server import CompletionRequest, GenerationArguments, ModelProvider, ResponseGenerator
 
 from velox_cache.caches.evicting import EvictingKVCache
-from velox_cache.introspection.query_tap import flat_caches
+from velox_cache.introspection.query_tap import row_caches
 from velox_cache.serving.failures import RequestFailedError, refusing
 from velox_cache.serving.prompt_prefixes import PromptPrefixes
 from velox_cache.serving.replies import RepeatedSampling, Replies, Sampler, sampler_after
@@ -112,7 +112,7 @@ class ServingGenerator(ResponseGenerator):
             template = {**self.model_provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
             end = system_end(tokenizer, request.messages, prompt, {"tools": request.tools, **template})
         fresh = make_prompt_cache(self.model_provider.model) if end else None
-        for cache in flat_caches(fresh or []):
+        for cache in row_caches(fresh or []):
             if isinstance(cache, EvictingKVCache):
                 cache.pin([(0, end)])
         self._prefixes.begin_with(fresh)

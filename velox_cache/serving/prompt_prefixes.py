@@ -7,7 +7,7 @@ from typing import Any
 from mlx_lm.models.cache import LRUPromptCache, PromptTrie
 
 from velox_cache.caches.evicting import EvictingKVCache
-from velox_cache.introspection.query_tap import flat_caches
+from velox_cache.introspection.query_tap import row_caches
 
 
 class PromptPrefixes(LRUPromptCache):
@@ -74,7 +74,7 @@ class _ReachedPrefixes(PromptTrie):
 
 def _with_pins(model: Any, cache: list[Any]) -> Any:
     """What the store knows caches of `model` by that pin what this one does."""
-    pinned = next((one.pinned for one in flat_caches(cache) if isinstance(one, EvictingKVCache)), ())
+    pinned = next((one.pinned for one in row_caches(cache) if isinstance(one, EvictingKVCache)), ())
     return (model, pinned) if any(pinned) else model
 
 
@@ -89,7 +89,7 @@ def _taken_back(cache: list[Any], n_tokens: int) -> list[Any] | None:
         shorter = copy.deepcopy(cache)
         if n_tokens == 0:
             return shorter
-        reached = all(map(_may_reach, flat_caches(shorter))) and all(
+        reached = all(map(_may_reach, row_caches(shorter))) and all(
             layer.trim(n_tokens) == n_tokens for layer in shorter
         )
     except Exception as error:  # a promise that one layer cannot keep; whatever it is, the tokens are computed instead

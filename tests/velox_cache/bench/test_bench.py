@@ -14,6 +14,7 @@ from velox_cache.bench.end_to_end import end_to_end
 from velox_cache.bench.operations import Plan, decode_over_budget, prefill, selection
 from velox_cache.bench.report import Report, changes, read, write
 from velox_cache.bench.rounds import Comparison, Timing, compare
+from velox_cache.bench.tier_steps import tier_steps
 from velox_cache.cli.main import main
 from velox_cache.installation.installed import InstalledCaches
 from velox_fn import METHODS
@@ -192,6 +193,13 @@ def test_caches_decode_in_turns_beside_the_rotating_one(tiny_model, tokenizer):
         model, tokenizer, budgets=(24,), rounds=2, methods=("qfilters", "h2o"), advance=lambda label: None
     )
     assert [timing.label for timing in comparison.timings] == ["RotatingKVCache", "qfilters", "h2o"]
+    assert not isinstance(model.__dict__.get("make_cache"), InstalledCaches)
+
+
+def test_heads_in_tiers_decode_in_turns_beside_one_budget(tiny_model, tokenizer):
+    model = tiny_model()
+    comparison = tier_steps(model, tokenizer, budget=24, rounds=2)
+    assert [timing.label for timing in comparison.timings] == ["one budget", "two tiers", "three tiers"]
     assert not isinstance(model.__dict__.get("make_cache"), InstalledCaches)
 
 

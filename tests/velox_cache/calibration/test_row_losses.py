@@ -170,7 +170,7 @@ def test_a_found_calibration_without_losses_is_made_anew_where_it_can_be(
     model = tiny_model(num_hidden_layers=3)
     with pytest.raises(ValueError, match="holds no losses"):
         vc.install(model, "learned", budget=40, shares="calibrated")
-    report = vc.install(model, "learned", budget=40, shares="calibrated", tokenizer=tokenizer)
+    report = vc.install(model, "learned", budget=40, shares="calibrated-layers", tokenizer=tokenizer)
     assert report.settings["budget"] == vc.calibrated_budgets(calibrated, 40, method="learned")
 
 
@@ -235,7 +235,7 @@ def test_rows_go_where_they_lower_the_loss_of_the_method(calibrated: Calibration
 
 def test_install_takes_calibrated_shares(tiny_model: Callable[..., nn.Module], calibrated: Calibration) -> None:
     model = tiny_model(num_hidden_layers=3)
-    report = vc.install(model, "learned", budget=40, shares="calibrated", calibration=calibrated)
+    report = vc.install(model, "learned", budget=40, shares="calibrated-layers", calibration=calibrated)
     wanted = vc.calibrated_budgets(calibrated, 40, method="learned")
     assert len(set(wanted)) > 1
     assert report.settings["budget"] == wanted

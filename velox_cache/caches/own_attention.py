@@ -1,0 +1,108 @@
+"""Rows that a cache shows to attention in a form of their own, and that know how they are read.
+
+A layer that reads another layer's rows (gemma4, iquestloopcoder) gives attention these and no cache. The query tap
+calls their `attend` in place of mlx_lm's attention.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from velox_cache.caches.tier_heads import TierHeads
+from velox_fn.engine.half import Half, Widths
+from velox_fn.engine.quantised_attention import quantised_attention
+from velox_fn.engine.rows import View
+
+Mask = mx.array | str | None
+
+
+class PackedRows(tuple[mx.array, ...]):
+    """(packed, scales, biases) of the rows of a view, with how they are stored."""
+
+    widths = Widths()  # not an argument: tree functions make a tuple of what they have done to its arrays
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: Half,
+        values: Half,
+        scale: float,
+        mask: Mask = None,
+        sinks: mx.array | None = None,
+        **others: Any,
+    ) -> mx.array:
+        """Attention over the view that these rows are a half of; mlx_lm's knows one width and no sinks.
+
+        Raises ValueError for any other argument that is not None.
+        """
+        _check_known(others, "quantised rows", "install without key_bits and value_bits")
+        return quantised_attention(self.widths, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+class TierMasks(tuple[Mask, ...]):
+    """The mask of each tier of a layer."""
+
+
+class TieredRows(tuple[Half, ...]):
+    """Keys, or values, of a view, tier by tier of the layer's heads: each tier has its own number of rows."""
+
+    heads = TierHeads(((0,),))
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: "TieredRows",
+        values: "TieredRows",
+        scale: float,
+        mask: Mask | TierMasks = None,
+        sinks: mx.array | None = None,
+        **others: Any,
+    ) -> mx.array:
+        """Attention over the view that these rows are a half of: one call for each tier.
+
+        Raises ValueError for any other argument that is not None.
+        """
+        _check_known(others, "heads with numbers of rows of their own", "give each layer one budget")
+        masks = mask if isinstance(mask, TierMasks) else [mask] * len(self)
+        drawing = [None] * len(self) if sinks is None else self.heads.split(sinks, axis=0)
+        tiers = zip(self.heads.split(queries), keys, values, masks, drawing, strict=True)
+        return self.heads.joined([_attended(q, k, v, scale, of_tier, own) for q, k, v, of_tier, own in tiers])
+
+
+def shown(view: View, widths: Widths) -> View:
+    """`view`, with what of it is quantised as `PackedRows`."""
+    keys, values = (_packed(half, widths) for half in view)
+    return keys, values
+
+
+def shown_in_tiers(views: list[View], heads: TierHeads) -> tuple[TieredRows, TieredRows]:
+    """The views of a layer's tiers as one."""
+    keys, values = (TieredRows(halves) for halves in zip(*views, strict=True))
+    keys.heads = values.heads = heads
+    return keys, values
+
+
+def _attended(
+    queries: mx.array, keys: Half, values: Half, scale: float, mask: Mask, sinks: mx.array | None
+) -> mx.array:
+    for half in (keys, values):
+        if isinstance(half, PackedRows):
+            return half.attend(queries, keys, values, scale, mask, sinks)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def _check_known(others: dict[str, Any], rows: str, remedy: str) -> None:
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"this model's attention takes {', '.join(map(repr, given))}, which attention over {rows} does not know; "
+            f"{remedy}"
+        )
+
+
+def _packed(half: Half, widths: Widths) -> Half:
+    if not isinstance(half, tuple):
+        return half
+    rows = PackedRows(half)
+    rows.widths = widths
+    return rows
