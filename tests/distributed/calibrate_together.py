@@ -3,13 +3,13 @@
 from small_models import CharacterTokenizer, arguments, small_model
 
 from velox_cache import calibrate, save_calibration, sign_agreement
-from velox_cache.calibration import losses_together, row_losses
+from velox_cache.calibration import losses_together, passages, row_losses
 from velox_cache.distributed.collectives import world
 
 TEXTS = [f"text {n}: " + "some words of it, " * (4 + 3 * n) for n in range(4)]
 
 # These texts are too short for losses otherwise, and their smallest shares would be no row.
-row_losses.N_LATER, losses_together.LEAST_CONTEXT = 32, 64
+passages.N_LATER, passages.LEAST_CONTEXT, passages.N_CONTEXT = 32, 64, 128
 row_losses.SHARES = losses_together.SHARES = (1 / 8, 1 / 4, 1 / 2)
 
 rank, folder, *spreads = arguments()

@@ -79,7 +79,8 @@ def calibrate(
     twice. Models with latent attention have none.
 
     losses: whether what budgets cost each head is measured too, for `install(shares="calibrated")`: the model reads up
-    to 1,280 tokens once more. Texts of fewer than 384 tokens, and models with latent attention, have none.
+    to three parts of the texts once more, of up to 1,280 tokens each. Texts of fewer than 384 tokens, and models with
+    latent attention, have none, nor have those whose attention does not end with a matrix.
 
     Raises ValueError when the texts have fewer than 64 tokens, or fewer than 4 different ones, when the model computes
     attention by hand or from no plain KV cache, or when its queries are not finite; RuntimeError when another rank
@@ -133,7 +134,9 @@ def calibrate(
         scores=choice,
         weights=weights_digest(model),
     )
-    return with_losses(made, model, sequences, shard, everyone) if losses and not caches_latents(model) else made
+    if not losses or caches_latents(model):
+        return made
+    return with_losses(made, model, sequences, shard, everyone, shown=shown)
 
 
 def collect_query_activations(

@@ -1,12 +1,12 @@
 """What each head loses when its rows are cut down to a share of a context. Budgets per layer follow from it.
 
-A loss is the squared error of attention's output for queries that come after the context, when the rows of the context
-are those that a method keeps. It is in units of the residual stream: relative to the layer's whole output, times the
-mean square of what attention adds over that of what it is added to. So losses of layers add up. All sums merge by
-addition: over blocks, texts and processes.
+A loss is the squared error of what a KV head adds to the residual stream, for queries that come after the context, when
+the rows of the context are those that a method keeps: the error of attention's output, through the layer's own output
+projection, relative to the mean square of what it is added to. So losses of layers add up. All sums merge by addition:
+over blocks, texts and processes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -15,9 +15,11 @@ import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.default_recent import recent_share, with_default_recent
+from velox_cache.calibration.head_projections import head_grams
 from velox_cache.calibration.method_arrays import calibrated_params
-from velox_cache.introspection.layer_changes import attention_sizes
-from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill, viewed_caches
+from velox_cache.calibration.passages import Passage
+from velox_cache.introspection.attention_outputs import AttentionOutput, attention_outputs
+from velox_cache.introspection.observed_prefill import LayerQueries, forked_caches, observed_prefill, viewed_caches
 from velox_cache.introspection.shard import ModelShard
 from velox_fn.engine.eviction import Eviction, kept_positions
 from velox_fn.engine.widening import widened
@@ -26,79 +28,91 @@ from velox_fn.registry import method_named
 
 METHODS = ("fusion", "learned", "qfilters")
 """Whose losses are measured: those that score a row once, by what calibration knows."""
-SHARES = (1 / 32, 3 / 64, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
-N_CONTEXT = 1024
-LEAST_CONTEXT = 256  # of which the smallest share is a few rows
-N_LATER = 128  # tokens read after the context; then as many of its first half are read once more, a far copy
+SHARES = (1 / 32, 3 / 64, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 _STRIDE = 2  # one query of so many is looked at
 
 
 @dataclass(frozen=True, eq=False)
 class LossSums:
-    """Sums over the queries of one layer, float64 (on the CPU stream: GPUs have none)."""
+    """Sums over the blocks of later tokens of one layer, float64 (on the CPU stream: GPUs have none)."""
 
-    errors: mx.array  # [H, methods, SHARES]: squared errors of the outputs, summed over the query heads of a group
-    outputs: mx.array  # [H]: squares of the outputs
-    sizes: mx.array  # [2]: mean squares of what attention adds, and of what it is added to
+    losses: mx.array  # [H, methods, SHARES]: of each block, relative to what attention is added to
+    count: mx.array  # []: blocks
 
-    def losses(self) -> mx.array | None:
+    def mean(self) -> mx.array | None:
         """Float32 [H, methods, SHARES]; None where nothing was seen."""
-        added, before = np.array(self.sizes)
-        outputs = np.array(self.outputs).sum()
-        if not (outputs > 0 and before > 0):
-            return None
-        return mx.array((np.array(self.errors) / outputs * added / before).astype(np.float32))
+        count = float(np.array(self.count))
+        return mx.array((np.array(self.losses) / count).astype(np.float32)) if count else None
 
 
 def no_loss_sums(n_kv_heads: int, n_methods: int) -> LossSums:
-    """The sums over no query."""
+    """The sums over no block."""
     with mx.stream(mx.cpu):
-        shape = (n_kv_heads, n_methods, len(SHARES))
-        return LossSums(mx.zeros(shape, mx.float64), mx.zeros((n_kv_heads,), mx.float64), mx.zeros((2,), mx.float64))
+        return LossSums(mx.zeros((n_kv_heads, n_methods, len(SHARES)), mx.float64), mx.zeros((), mx.float64))
 
 
 def measured_losses(
-    model: nn.Module, tokens: Sequence[int], calibration: Calibration, methods: Sequence[str], shard: ModelShard
+    model: nn.Module,
+    passages: Sequence[Passage],
+    calibration: Calibration,
+    methods: Sequence[str],
+    shard: ModelShard,
+    told: Callable[[str, int], object] = lambda doing, n_layers: None,
 ) -> dict[int, LossSums]:
     """The sums of this process's layers and heads, by index in its prompt cache.
 
-    The model reads a context of up to N_CONTEXT of the tokens, the N_LATER tokens after it, and N_LATER of the context
-    once more. calibration: the whole model's. Layers whose softmax has terms other than attention sinks are left out.
+    The model reads the context of each passage, and after it, apart, what comes next and what is copied. calibration:
+    the whole model's. told: of what is being done, and of each layer that is done in one of the two. Layers are left
+    out whose softmax has terms other than attention sinks, and those whose projection is not found.
     """
-    n_context = context_length(tokens)
-    context, copied = tokens[:n_context], tokens[n_context // 3 :][:N_LATER]
-    caches, kept = viewed_caches(model), dict[int, mx.array]()
-    for _ in observed_prefill(model, context, caches=caches):
-        pass
     found: dict[int, LossSums] = {}
-    with attention_sizes(model, caches) as sizes:
-        for block in observed_prefill(model, [*tokens[n_context:][:N_LATER], *copied], N_LATER, caches=caches):
-            for call in block:
-                if call.terms.keys() - {"sinks"}:
-                    continue
+    grams: dict[int, mx.array] = {}  # by id of the projection
+    for passage in passages:
+        n_context, caches, kept = len(passage.context), viewed_caches(model), dict[int, mx.array]()
+        for _ in observed_prefill(model, passage.context, caches=caches):
+            told("measuring losses", 0)
+        for later in (passage.next, passage.copied):
+            caches_of_later = forked_caches(caches)
+            with attention_outputs(model, caches_of_later) as outputs:
+                [block] = observed_prefill(model, later, len(later), caches=caches_of_later)
+            mx.eval([output.squares for of_layer in outputs.values() for output in of_layer])  # ranks run in step
+            for call, output in _paired(block, outputs):
                 if call.layer not in kept:
                     kept[call.layer] = _kept(call, n_context, calibration, methods, shard)
-                sums = found.get(call.layer) or no_loss_sums(call.keys.shape[1], len(methods))
-                errors, outputs = _errors(call, kept[call.layer])
-                with mx.stream(mx.cpu):
-                    found[call.layer] = LossSums(
-                        sums.errors + errors.astype(mx.float64).reshape(sums.errors.shape),
-                        sums.outputs + outputs.astype(mx.float64),
-                        sums.sizes,
-                    )
-                mx.eval(found[call.layer].errors, found[call.layer].outputs)
-            mx.eval(list(sizes.values()))  # now: ranks of a model run in step
+                key = id(output.projection)
+                if key not in grams:
+                    grams[key] = head_grams(output, call.keys.shape[1], shard)
+                losses = _errors(call, output, kept[call.layer], grams[key]) / _unit(output)
+                found[call.layer] = _with(found.get(call.layer), losses, len(methods))
+                told("measuring losses", 1)
+    return found
+
+
+def _paired(
+    block: Sequence[LayerQueries], outputs: Mapping[int, Sequence[AttentionOutput]]
+) -> list[tuple[LayerQueries, AttentionOutput]]:
+    """The calls whose softmax is known, each with what the layer made of it."""
+    pairs = []
+    for layer in dict.fromkeys(call.layer for call in block):
+        calls, made = [call for call in block if call.layer == layer], outputs.get(layer, ())
+        if len(calls) == len(made) and not any(call.terms.keys() - {"sinks"} for call in calls):
+            pairs += list(zip(calls, made, strict=True))
+    return pairs
+
+
+def _unit(output: AttentionOutput) -> mx.array:
+    """The sum of squares of one token's residual stream, where a norm after attention is taken for a factor."""
+    returned, added, before = output.squares
+    return before * output.width * returned / mx.maximum(added, 1e-30)
+
+
+def _with(sums: LossSums | None, losses: mx.array, n_methods: int) -> LossSums:
+    sums = sums or no_loss_sums(len(losses), n_methods)
     with mx.stream(mx.cpu):
-        return {
-            layer: LossSums(sums.errors, sums.outputs, sizes[layer].astype(mx.float64))
-            for layer, sums in found.items()
-            if layer in sizes
-        }
-
-
-def context_length(tokens: Sequence[int]) -> int:
-    """Tokens of the context in a sequence; below LEAST_CONTEXT where it is too short."""
-    return min(N_CONTEXT, len(tokens) - N_LATER)
+        more = losses.astype(mx.float64).reshape(sums.losses.shape)
+        added = LossSums(sums.losses + more, sums.count + mx.array(1, mx.float64))
+    mx.eval(added.losses, added.count)
+    return added
 
 
 def _kept(
@@ -131,11 +145,14 @@ def _kept_by(method: Eviction, keys: mx.array, values: mx.array) -> mx.array:
     return mx.put_along_axis(mx.zeros((n_kv_heads, n_rows), mx.bool_), at, mx.array(True), axis=1)
 
 
-def _errors(call: LayerQueries, kept: mx.array) -> tuple[mx.array, mx.array]:
-    """Squared errors [H, n] of the outputs for each of n choices of rows, and the squares of the outputs [H]."""
+def _errors(call: LayerQueries, output: AttentionOutput, kept: mx.array, grams: mx.array) -> mx.array:
+    """Squared errors [H, n], per query, of what KV heads put out through their part of the projection, for each of n
+    choices of rows. grams: as `head_grams` gives them. A gate is taken for a factor of each head, query by query.
+    """
     keys, values = widened(call.keys[0]), widened(call.values[0])
     n_kv_heads, n_rows = keys.shape[:2]
     queries = widened(call.queries[0][:, ::_STRIDE]) * call.scale
+    n_queries = queries.shape[1]
     n_seen = n_rows - call.queries.shape[2] + mx.arange(0, call.queries.shape[2], _STRIDE)
     grouped = queries.reshape(n_kv_heads, -1, *queries.shape[1:])  # [H,G,q,D]
     logits = grouped @ keys[:, None].swapaxes(-1, -2)
@@ -151,12 +168,20 @@ def _errors(call: LayerQueries, kept: mx.array) -> tuple[mx.array, mx.array]:
     beside = beside.reshape(n_kv_heads, -1, 1)
 
     def outputs(read: mx.array) -> mx.array:
+        """[H, G q, D_v]"""
         return (read @ values) / mx.maximum(read.sum(-1, keepdims=True) + beside, 1e-30)
 
     full = outputs(weights)
+    given = widened(output.given[0][::_STRIDE]).reshape(n_queries, n_kv_heads, -1, values.shape[2])
+    given = given.transpose(1, 2, 0, 3).reshape(full.shape)
+    gate = mx.sqrt(mx.square(given).sum(-1) / mx.maximum(mx.square(full).sum(-1), 1e-30))
     n_later = n_rows - kept.shape[2]
     errors = []
     for choice in kept:
         shown = mx.concatenate([choice, mx.ones((n_kv_heads, n_later), mx.bool_)], axis=1)
-        errors.append(mx.square(outputs(weights * shown[:, None]) - full).sum((1, 2)))
-    return mx.stack(errors, axis=1), mx.square(full).sum((1, 2))
+        error = (outputs(weights * shown[:, None]) - full) * gate[..., None]
+        error = (
+            error.reshape(n_kv_heads, -1, n_queries, values.shape[2]).swapaxes(1, 2).reshape(n_kv_heads, n_queries, -1)
+        )
+        errors.append(((error @ grams) * error).sum((1, 2)) / n_queries)
+    return mx.stack(errors, axis=1)

@@ -13,15 +13,17 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import velox_cache as vc
-from velox_cache.calibration import row_losses
+from velox_cache.calibration import passages, row_losses
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import Tokenizer
+from velox_cache.calibration.head_projections import head_grams
 from velox_cache.calibration.loss_table import LossTable
 from velox_cache.installation import given_calibration
 from velox_cache.installation.least_loss import least_loss
-from velox_cache.introspection.layer_changes import attention_sizes
+from velox_cache.introspection.attention_outputs import AttentionOutput
 from velox_cache.introspection.observed_prefill import LayerQueries, observed_prefill, viewed_caches
 from velox_cache.introspection.shard import WHOLE
+from velox_cache.introspection.watched_calls import watched
 from velox_fn import kept_positions
 
 TEXT = "The cache holds what attention will read again, and nothing that it will not; so a page is long. " * 5
@@ -30,78 +32,139 @@ TEXT = "The cache holds what attention will read again, and nothing that it will
 @pytest.fixture
 def calibrated(tiny_model: Callable[..., nn.Module], tokenizer: Tokenizer) -> Calibration:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_losses, "N_LATER", 48)
+        patch.setattr(passages, "N_LATER", 48)
         return vc.calibrate(tiny_model(num_hidden_layers=3), tokenizer, [TEXT], progress=False, losses=True)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_errors_are_those_of_attention_over_the_kept_rows(sinks: bool) -> None:
     rng = np.random.default_rng(0)
-    n_later, n_rows = 6, 20
+    n_later, n_rows, width = 6, 20, 12
     queries, keys, values = (rng.standard_normal((1, h, n, 8)) for h, n in ((4, n_later), (2, n_rows), (2, n_rows)))
     kept = rng.random((3, 2, n_rows - n_later)) < 0.5
-    beside = rng.standard_normal(4)
+    beside, gates = rng.standard_normal(4), rng.random((4, n_later))
+    projection = nn.Linear(32, width, bias=True)
+    matrix = np.array(projection.weight, np.float64)
     call = LayerQueries(0, *(mx.array(x.astype(np.float32)) for x in (queries, keys, values)), 0.4)
     if sinks:
         call = replace(call, terms={"sinks": mx.array(beside.astype(np.float32))})
-    errors, squares = row_losses._errors(call, mx.array(kept))
 
-    def output(head: int, query: int, shown: np.ndarray) -> np.ndarray:
+    def read(head: int, query: int, shown: np.ndarray) -> np.ndarray:
+        """What a query head reads, in its place among the inputs of the projection."""
         rows = np.flatnonzero(shown[: n_rows - n_later + query + 1])
         weights = np.exp(0.4 * keys[0, head // 2, rows] @ queries[0, head, query])
         total = weights.sum() + (np.exp(beside[head]) if sinks else 0)
-        return weights @ values[0, head // 2, rows] / total
+        found = np.zeros(32)
+        found[8 * head : 8 * head + 8] = gates[head, query] * (weights @ values[0, head // 2, rows] / total)
+        return found
 
     every = np.ones(n_rows, bool)
-    wanted, sizes = np.zeros((2, 3)), np.zeros(2)
-    for head, query in product(range(4), range(0, n_later, 2)):
-        full = output(head, query, every)
-        sizes[head // 2] += (full**2).sum()
-        for i in range(3):
-            part = output(head, query, np.concatenate([kept[i, head // 2], np.ones(n_later, bool)]))
-            wanted[head // 2, i] += ((part - full) ** 2).sum()
-    np.testing.assert_allclose(np.array(errors), wanted, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(np.array(squares), sizes, rtol=1e-4)
+    given = np.array([sum(read(head, query, every) for head in range(4)) for query in range(n_later)])
+    output = AttentionOutput(projection, mx.array(given[None].astype(np.float32)), mx.ones(3), width)
+    errors = row_losses._errors(call, output, mx.array(kept), head_grams(output, 2, WHOLE))
 
-
-def test_losses_are_in_units_of_what_attention_is_added_to() -> None:
-    errors = np.random.default_rng(1).random((2, 3, 9)).astype(np.float32)
-    sums = row_losses.LossSums(mx.array(errors), outputs=mx.array([3.0, 5.0]), sizes=mx.array([2.0, 16.0]))
-    np.testing.assert_allclose(np.array(sums.losses()), errors / (3 + 5) * 2 / 16, rtol=1e-6)
-
-
-def test_a_far_copy_follows_the_context_and_other_softmaxes_are_left_out(
-    tiny_model: Callable[..., nn.Module], calibrated: Calibration, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, tokens = [], [(11 * i) % 97 for i in range(348)]
-
-    def strange(model: nn.Module, part: list[int], *args: Any, **options: Any) -> Iterator[list[LayerQueries]]:
-        read.append(part)
-        for block in observed_prefill(model, part, *args, **options):
-            yield [replace(call, terms={"added": mx.zeros(1)} if call.layer == 1 else {}) for call in block]
-
-    monkeypatch.setattr(row_losses, "N_LATER", 48)
-    monkeypatch.setattr(row_losses, "observed_prefill", strange)
-    found = row_losses.measured_losses(tiny_model(num_hidden_layers=3), tokens, calibrated, ("qfilters",), WHOLE)
-    assert list(found) == [0, 2]
-    assert read == [tokens[:300], [*tokens[300:], *tokens[100:148]]]
+    wanted = np.zeros((2, 3))
+    for kv_head, query, i in product(range(2), range(0, n_later, 2), range(3)):
+        shown = np.concatenate([kept[i, kv_head], np.ones(n_later, bool)])
+        error = sum(read(head, query, shown) - read(head, query, every) for head in (2 * kv_head, 2 * kv_head + 1))
+        wanted[kv_head, i] += ((matrix @ error) ** 2).sum() / len(range(0, n_later, 2))
+    np.testing.assert_allclose(np.array(errors), wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_sizes_are_those_of_what_attention_adds(tiny_model: Callable[..., nn.Module], family: str) -> None:
+def test_a_head_that_reads_nothing_loses_what_it_adds(
+    tiny_model: Callable[..., nn.Module], calibrated: Calibration, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """The model itself says what a head adds: a projection without its part adds the less, up to the norm after it."""
+    layer_number = 1
     model = tiny_model(family, num_hidden_layers=2)
-    caches, tokens = viewed_caches(model), mx.array([[3, 5, 7, 9, 11, 13]])
-    with attention_sizes(model, caches) as sizes:
-        model(tokens, cache=caches)
-    first = model.layers[0]
-    before = model.model.embed_tokens(tokens)
-    if family == "gemma3_text":  # norms what attention gives before it adds it
-        before = before * mx.array(model.args.hidden_size**0.5)
-        added = first.post_attention_layernorm(first.self_attn(first.input_layernorm(before), "causal", None))
-    else:
-        added = first.self_attn(first.input_layernorm(before), "causal", None)
-    wanted = [float(np.square(np.array(x, np.float64)).mean()) for x in (added, before)]
-    np.testing.assert_allclose(np.array(sizes[0]), wanted, rtol=1e-3)
+    tokens = [(11 * i) % 97 for i in range(348)]
+    monkeypatch.setattr(passages, "N_LATER", 48)
+    monkeypatch.setattr(row_losses, "_STRIDE", 1)
+    nothing = mx.zeros((len(row_losses.SHARES), 2, 300), mx.bool_)
+    monkeypatch.setattr(row_losses, "_kept", lambda call, *args: nothing[:, : call.keys.shape[1]])
+    # Later tokens hardly count, so that a head that reads nothing of the context reads nothing.
+    [passage] = passages.passages(tokens)
+    passage = passages.Passage(passage.context, passage.next[:1], passage.next[:1])
+    found = row_losses.measured_losses(model, [passage], calibrated, ("qfilters",), WHOLE)[layer_number]
+
+    layer, inputs = model.layers[layer_number], [None, None]
+    projection = layer.self_attn.o_proj
+
+    def through(part: mx.array) -> mx.array:
+        """What is added, of what the projection gives."""
+        return part if family == "llama" else layer.post_attention_layernorm(part)
+
+    caches = viewed_caches(model)
+    model(mx.array([passage.context]), cache=caches)
+    with (
+        watched([projection], lambda module, arguments, result: inputs.__setitem__(0, arguments[0])),
+        watched([layer], lambda module, arguments, result: inputs.__setitem__(1, arguments[0])),
+    ):
+        blocks = list(observed_prefill(model, passage.next, 1, caches=caches))
+    [call] = [call for call in blocks[0] if call.layer == layer_number]
+    given, before = (np.array(x[0, 0], np.float64) for x in inputs)
+    whole = np.array(projection.weight, np.float64) @ given
+    added = np.array(through(mx.array(whole.astype(np.float32))), np.float64)
+    own = np.array(call.values[0, :, -1], np.float64)  # the token's own row, all that is left
+    width = own.shape[1]
+    losses = []
+    for kv_head, rows in enumerate(own):
+        missed = given.copy()
+        group = 4 // len(own)
+        missed[: kv_head * group * width] = missed[(kv_head + 1) * group * width :] = 0
+        missed[kv_head * group * width : (kv_head + 1) * group * width] -= np.tile(rows, group)
+        error = np.array(projection.weight, np.float64) @ missed
+        losses.append((error**2).sum() * (added**2).mean() / (whole**2).mean() / (before**2).sum())
+    np.testing.assert_allclose(np.array(found.mean())[:, 0, 0], losses, rtol=1e-3)
+
+
+def test_passages_are_spread_over_a_text_and_copy_from_far_back() -> None:
+    text = list(range(3072))
+    found = passages.passages(text)
+    assert [(part.context[0], len(part.context), part.next[-1]) for part in found] == [
+        (0, 1024, 1151),
+        (960, 1024, 2111),
+        (1920, 1024, 3071),
+    ]
+    for part in found:
+        assert part.next == list(range(part.context[-1] + 1, part.context[-1] + 129))
+        assert part.copied == list(range(part.copied[0], part.copied[0] + 128))
+        assert set(part.copied) <= set(part.context[: 1024 - 256])
+    assert len({part.copied[0] - part.context[0] for part in found}) == 3
+    assert [len(passages.passages(text[:n])) for n in (383, 384, 2047, 2048)] == [0, 1, 1, 2]
+    assert len(passages.passages(text * 9)) == 3
+
+
+def test_other_softmaxes_are_left_out(
+    tiny_model: Callable[..., nn.Module], calibrated: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def strange(model: nn.Module, part: list[int], *args: Any, **options: Any) -> Iterator[list[LayerQueries]]:
+        for block in observed_prefill(model, part, *args, **options):
+            yield [replace(call, terms={"added": mx.zeros(1)} if call.layer == 1 else {}) for call in block]
+
+    monkeypatch.setattr(passages, "N_LATER", 48)
+    monkeypatch.setattr(row_losses, "observed_prefill", strange)
+    parts = passages.passages([(11 * i) % 97 for i in range(348)])
+    found = row_losses.measured_losses(tiny_model(num_hidden_layers=3), parts, calibrated, ("qfilters",), WHOLE)
+    assert list(found) == [0, 2]
+
+
+def test_losses_of_passages_add_up(
+    tiny_model: Callable[..., nn.Module], calibrated: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passages, "N_LATER", 48)
+    monkeypatch.setattr(passages, "N_CONTEXT", 256)
+    parts = passages.passages([(11 * i * i) % 97 for i in range(640)])
+    assert len(parts) == 2
+    model = tiny_model(num_hidden_layers=3)
+
+    def sums(some: list[passages.Passage]) -> np.ndarray:
+        found = row_losses.measured_losses(model, some, calibrated, ("learned",), WHOLE)
+        assert {float(np.array(layer.count)) for layer in found.values()} == {2 * len(some)}
+        return np.stack([np.array(layer.losses) for layer in found.values()])
+
+    np.testing.assert_allclose(sums(parts), sums(parts[:1]) + sums(parts[1:]), rtol=1e-5)
 
 
 def test_losses_lie_in_the_file(calibrated: Calibration, tmp_path: object) -> None:
@@ -137,7 +200,7 @@ def test_a_context_that_is_kept_whole_costs_nothing(
 ) -> None:
     monkeypatch.setattr(row_losses, "SHARES", (0.25, 1.0))
     monkeypatch.setattr("velox_cache.calibration.losses_together.SHARES", (0.25, 1.0))
-    monkeypatch.setattr(row_losses, "N_LATER", 48)
+    monkeypatch.setattr(passages, "N_LATER", 48)
     made = vc.calibrate(tiny_model(num_hidden_layers=1), tokenizer, [TEXT], progress=False, losses=True)
     [layer] = made.statistics
     losses = np.array(layer.row_losses)
