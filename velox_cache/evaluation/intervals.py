@@ -46,8 +46,8 @@ def read_at_intervals(
     """Read each passage under `method` with at most `peak` rows, at each interval.
 
     The context goes in as mlx_lm's prefill does it, the rest token by token. share: of the budget that is recent; None
-    is install's own. Warns where nothing was evicted. Raises ValueError as `install` does, also where an interval leaves
-    no budget.
+    is install's own. Warns where nothing was evicted. Raises ValueError as `install` does, also where an interval
+    leaves no budget.
     """
     found, kept = [], []
     for number, passage in enumerate(passages):

@@ -43,8 +43,9 @@ def read_arms(
     """Read `tokens` under the caches of each maker, and score all tokens after the first `n_context`.
 
     The context is prefilled once, in blocks of `block` (0: one), after each of which the caches evict; the passage goes
-    in one by one, all caches in one batch. The first maker's cache, which should be the full one, is the reference of fidelity. `advance` is called with the tokens done.
-    dtype: that rows are stored in, while the model computes in its own; None is the model's.
+    in one by one, all caches in one batch. The first maker's cache, which should be the full one, is the reference of
+    fidelity. `advance` is called with the tokens done. dtype: that rows are stored in, while the model computes in its
+    own; None is the model's.
     Warns where no cache but the first evicted anything.
     Equal to `read_passage(..., block_size=1, prefill_step_size=n_context)` for each cache, but for rounding.
 

@@ -28,8 +28,8 @@ def hand_over(state: State, method: Eviction[StateT]) -> StateT:
         The state. Read it as after an update of `method`'s own.
 
     Raises:
-        ValueError: `method` is no Eviction; rows have left, and `method` keeps another number of rows, or more for a rollback; it evicts at
-            intervals; or it scores rows by what it gathers from their first tokens on.
+        ValueError: `method` is no Eviction; rows have left, and `method` keeps another number of rows, or more for a
+            rollback; it evicts at intervals; or it scores rows by what it gathers from their first tokens on.
 
     Example:
         >>> import mlx.core as mx

@@ -90,5 +90,5 @@ def test_a_stored_cache_of_other_weights_is_refused_whatever_the_name(folder, tm
 
 
 def test_a_budget_without_a_window_says_so(tiny_model, tokenizer):
-    with pytest.raises(ValueError, match="^n_sink must be smaller than budget, got 4 >= 4: .* or lower n_sink$"):
+    with pytest.raises(ValueError, match=r"^n_sink must be smaller than budget, got 4 >= 4: .* or lower n_sink$"):
         velox_cache.compress(tiny_model(), tokenizer, TEXT, budget=4)
