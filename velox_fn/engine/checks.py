@@ -73,8 +73,8 @@ def row_limits(
     recent = whole_number(recent_name or "recent", recent, 0)
     if recent_name is None and n_sink >= budget:
         raise ValueError(
-            f"n_sink must be smaller than budget, got {n_sink} >= {budget}: every row would be protected and none could be "
-            "evicted; raise budget, or lower n_sink"
+            f"n_sink must be smaller than budget, got {n_sink} >= {budget}: every row would be protected and none "
+            "could be evicted; raise budget, or lower n_sink"
         )
     if n_sink + recent >= budget:
         raise ValueError(
