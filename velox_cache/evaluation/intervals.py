@@ -49,7 +49,7 @@ def read_at_intervals(
     is install's own. Warns where nothing was evicted. Raises ValueError as `install` does, also where an interval
     leaves no budget.
     """
-    found, kept = [], []
+    found, budgets = [], []
     for number, passage in enumerate(passages):
         uninstall(model)
         full = read_passage(model, passage, n_context=n_context)
@@ -59,11 +59,11 @@ def read_at_intervals(
             install(model, method, budget=budget, interval=interval, calibration=calibration, calibrate=False, **given)
             reading = read_passage(model, passage, n_context=n_context)
             uninstall(model)
-            kept.append(reading.usage.rows_kept)
+            budgets.append(budget)
             near = fidelity(reading, full)
             one = IntervalReading(interval, budget, number, perplexity(reading), near.kl_divergence, near.agreement)
             found.append(one)
-    warn_where_nothing_leaves(kept, max((len(passage) for passage in passages), default=1) - 1)
+    warn_where_nothing_leaves(budgets, max((len(passage) for passage in passages), default=1) - 1)
     return found
 
 
