@@ -97,18 +97,19 @@ class EvictingKVCache:
 
         mlx_lm's attention looks for it and then reads the view by itself, so that no query tap is needed.
         """
-        widths = self._held.widths
+        one_width = self._held.widths.one_width
         packed = self._view is not None and isinstance(self._view[0], tuple)
-        if not packed or widths.key_bits is None or widths.key_bits != widths.value_bits:
+        if not packed or one_width is None:
             raise AttributeError("the last view shows no rows that are quantised in one width")
-        return widths.key_bits
+        return one_width[0]
 
     @property
     def group_size(self) -> int:
-        """Numbers of a quantised row that share a scale; absent where rows stay as they came."""
-        if not self._held.widths.packed:
-            raise AttributeError("the rows of this cache are not quantised")
-        return self._held.widths.group_size
+        """Numbers of a row that share a scale, where keys and values are quantised in one width; absent otherwise."""
+        one_width = self._held.widths.one_width
+        if one_width is None:
+            raise AttributeError("the rows of this cache are not quantised in one width")
+        return one_width[1]
 
     @property
     def keys(self) -> Half | None:

@@ -4,18 +4,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from velox_fn.engine.half import Half, Widths
+from velox_fn.engine.half import AS_THEY_CAME, Half, Storage
 from velox_fn.engine.quantised_attention import quantised_attention
 from velox_fn.engine.rows import View
 
 
 class PackedRows(tuple[mx.array, ...]):
-    """(packed, scales, biases) of the rows of a view, with how they are stored.
+    """The arrays that keys or values of a view are stored as, such as (packed, scales, biases), and how they are.
 
     A layer that reads another layer's rows (gemma4, iquestloopcoder) gives attention this and no cache.
     """
 
-    widths = Widths()  # not an argument: tree functions make a tuple of what they have done to its arrays
+    widths: Storage = AS_THEY_CAME  # not an argument: tree functions make a tuple of what they have done to its arrays
 
     def attend(
         self,
@@ -36,18 +36,18 @@ class PackedRows(tuple[mx.array, ...]):
         if given:
             raise ValueError(
                 f"this model's attention takes {', '.join(map(repr, given))}, which attention over quantised rows does "
-                "not know; install without key_bits and value_bits"
+                "not know; install without key_bits, value_bits and codebooks"
             )
         return quantised_attention(self.widths, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
-def shown(view: View, widths: Widths) -> View:
+def shown(view: View, widths: Storage) -> View:
     """`view`, with what of it is quantised as `PackedRows`."""
     keys, values = (_packed(half, widths) for half in view)
     return keys, values
 
 
-def _packed(half: Half, widths: Widths) -> Half:
+def _packed(half: Half, widths: Storage) -> Half:
     if not isinstance(half, tuple):
         return half
     rows = PackedRows(half)

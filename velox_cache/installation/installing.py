@@ -34,7 +34,6 @@ from velox_cache.known_methods import as_method
 from velox_cache.recommended import RECOMMENDED_METHOD
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
-from velox_fn.engine.quantised import widths_of_method
 from velox_fn.method import PLACES, Method
 
 
@@ -178,7 +177,7 @@ def install(
     installed = InstalledCaches(
         weakref.ref(model), plan, methods, EvictingKVCache, true_queries, None, snapshots, before
     )
-    widths = {layer: widths_of_method(each) for layer, each in methods.items()}
+    widths = {layer: each.widths for layer, each in methods.items()}
     packed = any(each.packed for each in widths.values())
     if true_queries or packed:
         installed = replace(installed, tap=tap_of(model, why_quantised=packed).install())

@@ -10,11 +10,11 @@ import mlx.nn as nn
 from velox_cache.introspection.cache_kinds import is_plain, parts
 from velox_cache.introspection.plan import plain_caches
 from velox_cache.introspection.probing import left_as_it_was
-from velox_fn.engine.half import Widths
+from velox_fn.engine.half import AS_THEY_CAME, Storage
 from velox_fn.engine.records import arrays
 
 
-def row_bytes(model: nn.Module, widths: Mapping[int, Widths] = MappingProxyType({})) -> tuple[int | None, ...]:
+def row_bytes(model: nn.Module, widths: Mapping[int, Storage] = MappingProxyType({})) -> tuple[int | None, ...]:
     """Bytes of one token's keys and values of one sequence, for each entry of the model's prompt cache.
 
     widths: how the rows of an entry are stored, where not as they come. 0 for layers without a plain full-attention
@@ -28,12 +28,12 @@ def row_bytes(model: nn.Module, widths: Mapping[int, Widths] = MappingProxyType(
     except Exception:  # whatever it is, the caller's own first call says it better
         return (None,) * len(caches)
     return tuple(
-        sum(_bytes(part, widths.get(i, Widths())) for part in parts(cache) if is_plain(part))
+        sum(_bytes(part, widths.get(i, AS_THEY_CAME)) for part in parts(cache) if is_plain(part))
         for i, cache in enumerate(caches)
     )
 
 
-def _bytes(cache: Any, widths: Widths) -> int:
+def _bytes(cache: Any, widths: Storage) -> int:
     if cache.keys is None:  # a layer that reads another layer's rows
         return 0
     return sum(array.nbytes // array.shape[2] for array in arrays(widths.stored(cache.keys, cache.values)))
