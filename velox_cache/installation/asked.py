@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from velox_cache.installation.quantised_rows import check_one_storage
 from velox_fn.engine import checks
 from velox_fn.method import Method
 
@@ -56,6 +57,9 @@ def check_settings(method: Method, settings: Mapping[str, Any]) -> None:
         if name not in method.settings:
             raise ValueError(f"{method.label} has no setting {name!r}; its settings are {', '.join(method.settings)}")
     check_budget(settings.get("budget"))
+    if settings.get("codebooks") is not None:  # whose arrays come from a calibration: the rest is looked at without
+        check_one_storage(settings)
+        settings = {name: value for name, value in settings.items() if name != "codebooks"}
     if not method.needs_calibration and not settings.get("renumber"):  # which needs the model's rotary embedding
         method.make(**settings)
     elif {"n_sink", "recent"} <= method.settings.keys():

@@ -124,6 +124,8 @@ def install(
     attention reads them so; `bits` is both in one. A static method keeps the very rows that it keeps without. Layers
     that are not bounded stay as the model made them: mlx_lm does not quantise a sliding window either. The model runs
     once more then, on three tokens, to see that its attention takes such rows.
+    codebooks, a setting of every method too: rows are stored in 1, 2 or 4 bits a number by codebooks of the calibration
+    (VecInfer), which `velox calibrate --codebooks` makes.
 
     On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
     them installs: its caches hold its own heads and layers, with their part of `calibration`, which is the whole

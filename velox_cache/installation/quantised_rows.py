@@ -10,6 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.introspection.probing import left_as_it_was
 from velox_cache.introspection.query_tap import QueryTap, model_type
+from velox_fn.engine import checks
+from velox_fn.engine.vector_quantised import BITS
 
 
 def both_widths(bits: int | None, settings: Mapping[str, Any]) -> dict[str, int]:
@@ -24,6 +26,25 @@ def both_widths(bits: int | None, settings: Mapping[str, Any]) -> dict[str, int]
     return {"key_bits": bits, "value_bits": bits}
 
 
+def check_one_storage(settings: Mapping[str, Any]) -> None:
+    """ValueError unless codebooks have bits that there are, and rows are stored by them alone and as they come."""
+    books = settings["codebooks"]
+    checks.one_of("codebooks", checks.plain(books), BITS)
+    also = [name for name in ("key_bits", "value_bits") if settings.get(name) is not None]
+    if also:
+        raise ValueError(f"codebooks={books} stores keys and values, and {' and '.join(also)} too; give one of both")
+    if settings.get("renumber"):
+        raise ValueError(
+            f"renumber=True turns the stored keys anew for every view, which codebooks={books} does not allow without "
+            "reading them back as a whole; leave one of both out"
+        )
+    if settings.get("merge"):
+        raise ValueError(
+            f"merge={settings['merge']} adds to stored values, and the codes of a row do not change after it came; "
+            f"leave codebooks={books} out, or merge"
+        )
+
+
 def tap_of(model: nn.Module, *, why_quantised: bool) -> QueryTap:
     """A tap on the model's attention, which reads quantised rows or shows queries. ValueError where there is none."""
     try:
@@ -33,7 +54,7 @@ def tap_of(model: nn.Module, *, why_quantised: bool) -> QueryTap:
             raise
         raise ValueError(
             f"model type {model_type(model)!r} does attention by hand, not through mlx_lm's function, and cannot read "
-            "quantised rows; leave bits, key_bits and value_bits out"
+            "quantised rows; leave bits, key_bits, value_bits and codebooks out"
         ) from error
 
 
@@ -52,7 +73,7 @@ def check_reads_quantised_rows(model: nn.Module, installed: InstalledCaches) -> 
         mx.eval(_called_twice(model, make_prompt_cache(model)))
         raise ValueError(
             f"model type {model_type(model)!r} does something with the keys and values that its caches return, beside "
-            f"attention, that quantised rows do not allow ({error}); leave bits, key_bits and value_bits out"
+            f"attention, that quantised rows do not allow ({error}); leave bits, key_bits, value_bits and codebooks out"
         ) from error
 
 

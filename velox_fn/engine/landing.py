@@ -1,6 +1,5 @@
 """How a block enters a store, and how what exceeds the budget leaves it."""
 
-
 import mlx.core as mx
 
 from velox_fn.engine import select
