@@ -11,6 +11,7 @@ from velox_cache.introspection.cache_kinds import is_plain, parts
 from velox_cache.introspection.plan import plain_caches
 from velox_cache.introspection.probing import left_as_it_was
 from velox_fn.engine.eviction import Eviction
+from velox_fn.engine.vector_quantised import ENTRIES
 from velox_fn.methods.fusion import PER_TERM
 
 
@@ -55,7 +56,9 @@ def check_filter_layout(layouts: KeyLayouts, layer: int, method: Eviction) -> No
     if layout is None:
         return
     for name, array in method.params.items():
-        of_rows = name not in PER_TERM and array.ndim < 4  # others are of terms, or of pairs of dimensions
+        of_rows = (
+            name not in (*PER_TERM, *ENTRIES) and array.ndim < 4
+        )  # others are of terms, entries or pairs of dimensions
         dims = array.shape[1:2] if of_rows else ()
         if array.shape[0] != layout.n_kv_heads or any(dim != layout.head_dim for dim in dims):
             raise ValueError(

@@ -25,12 +25,13 @@ import mlx.core as mx
 from velox_fn.engine import checks
 from velox_fn.engine.constants import Constants
 from velox_fn.engine.eviction import Eviction, StateT
-from velox_fn.engine.half import Half
+from velox_fn.engine.half import Half, one_array
 from velox_fn.engine.quantised import stored_as
 
 BITS = (1, 2, 4)
 N_ENTRIES = 256
-ARRAYS = ("key_smoothing", "key_codebook", "value_codebook")
+ENTRIES = ("key_codebook", "value_codebook")
+ARRAYS = ("key_smoothing", *ENTRIES)
 _AT_ONCE = 2**24  # products with entries held at a time
 _STEPS, _MOST = 128, 1023  # of a whole number: 8 squares of the largest stay below 2**23
 
@@ -54,7 +55,7 @@ class Codebooks:
     def dims(self, keys: Half, values: Half) -> tuple[int, int]:
         """D and D_v."""
         d = 8 // self.bits
-        return keys[0].shape[3] * d, values[0].shape[3] * d
+        return one_array(keys).shape[3] * d, one_array(values).shape[3] * d
 
     def stored(self, keys: Half, values: Half) -> tuple[Half, Half]:
         """Arriving rows as they are kept. Rows that are coded already stay as they are."""
