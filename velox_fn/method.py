@@ -9,12 +9,12 @@ from typing import Any
 
 from velox_fn.engine import checks
 from velox_fn.engine.chunks import chunked
+from velox_fn.engine.codebooks import ARRAYS as CODEBOOKS
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.merging import NO_MERGING, merging
 from velox_fn.engine.pinned import pinning
 from velox_fn.engine.quantised import NO_WIDTHS, quantised
-from velox_fn.engine.vector_quantised import ARRAYS as CODEBOOKS
 from velox_fn.engine.vector_quantised import vector_quantised
 
 ROPES = (None, "to renumber", "when read", "always")

@@ -15,11 +15,12 @@ from velox_cache.caches.trimming import Past, has_evicted, interval_of, rollback
 from velox_fn.engine import checks
 from velox_fn.engine.attention import Queries
 from velox_fn.engine.eviction import Eviction, check_state
-from velox_fn.engine.half import Storage, cut
+from velox_fn.engine.half import cut
 from velox_fn.engine.pinned import Pinned, check_room, pinned_by_sequence, pinned_ranges
 from velox_fn.engine.quantised import converted, quantised
 from velox_fn.engine.records import replaced
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 
 _Block = TypeVar("_Block", mx.array, mx.array | None)
 

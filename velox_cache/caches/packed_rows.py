@@ -4,9 +4,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from velox_fn.engine.half import AS_THEY_CAME, Half, Storage
+from velox_fn.engine.half import AS_THEY_CAME, Half
 from velox_fn.engine.quantised_attention import quantised_attention
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 
 
 class PackedRows(tuple[mx.array, ...]):

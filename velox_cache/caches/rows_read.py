@@ -5,8 +5,9 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn.engine.attention import Queries, Reading
-from velox_fn.engine.half import Storage, one_array
+from velox_fn.engine.half import one_array
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 
 
 def queries_over(

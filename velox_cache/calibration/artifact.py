@@ -19,7 +19,7 @@ from velox_cache.calibration.score_choice import ScoreChoice
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_cache.file_checks import check_folder_of, check_readable
 from velox_fn.engine.checks import not_zero
-from velox_fn.engine.vector_quantised import ARRAYS as CODEBOOKS
+from velox_fn.engine.codebooks import ARRAYS as CODEBOOKS
 
 FORMAT_VERSION = 4  # 1: filters only; 2: no moments of static scores; 3: no learned scores
 POST_ROPE = "post-rope"

@@ -29,8 +29,8 @@ from velox_cache.introspection.weights_digest import weights_digest
 from velox_cache.progress import told_progress
 from velox_cache.slow_blas import slow_blas_advice
 from velox_fn.engine.checks import one_of, whole_number
+from velox_fn.engine.codebooks import BITS
 from velox_fn.engine.scorers import SCORERS
-from velox_fn.engine.vector_quantised import BITS
 
 HELD_OUT_EVERY = 4
 """One block of so many is held out, to judge the learned score by."""

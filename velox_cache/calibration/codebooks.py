@@ -13,7 +13,7 @@ from velox_cache.introspection.observed_prefill import LayerQueries, observed_pr
 from velox_cache.introspection.shard import ModelShard
 from velox_cache.progress import told_progress
 from velox_fn.directions.codebooks import made_codebooks
-from velox_fn.engine.vector_quantised import N_ENTRIES
+from velox_fn.engine.codebooks import N_ENTRIES
 
 MOST_TOKENS = 2048
 """Whose rows the codebooks are made of: those of the longest sequence."""

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.statistics import LayerStatistics
-from velox_fn.engine.vector_quantised import ARRAYS as CODEBOOKS
+from velox_fn.engine.codebooks import ARRAYS as CODEBOOKS
 from velox_fn.method import Method
 from velox_fn.methods.fusion import arrays_taken, term_names
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
-from velox_fn.engine.vector_quantised import ARRAYS as CODEBOOKS
-from velox_fn.engine.vector_quantised import N_ENTRIES
+from velox_fn.engine.codebooks import ARRAYS as CODEBOOKS
+from velox_fn.engine.codebooks import N_ENTRIES
 
 
 @dataclass(frozen=True, eq=False)

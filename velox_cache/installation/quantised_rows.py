@@ -11,7 +11,7 @@ from velox_cache.installation.installed import InstalledCaches
 from velox_cache.introspection.probing import left_as_it_was
 from velox_cache.introspection.query_tap import QueryTap, model_type
 from velox_fn.engine import checks
-from velox_fn.engine.vector_quantised import BITS
+from velox_fn.engine.codebooks import BITS
 
 
 def both_widths(bits: int | None, settings: Mapping[str, Any]) -> dict[str, int]:

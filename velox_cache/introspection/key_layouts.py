@@ -10,8 +10,8 @@ import mlx.nn as nn
 from velox_cache.introspection.cache_kinds import is_plain, parts
 from velox_cache.introspection.plan import plain_caches
 from velox_cache.introspection.probing import left_as_it_was
+from velox_fn.engine.codebooks import ENTRIES
 from velox_fn.engine.eviction import Eviction
-from velox_fn.engine.vector_quantised import ENTRIES
 from velox_fn.methods.fusion import PER_TERM
 
 

@@ -10,8 +10,9 @@ import mlx.nn as nn
 from velox_cache.introspection.cache_kinds import is_plain, parts
 from velox_cache.introspection.plan import plain_caches
 from velox_cache.introspection.probing import left_as_it_was
-from velox_fn.engine.half import AS_THEY_CAME, Storage
+from velox_fn.engine.half import AS_THEY_CAME
 from velox_fn.engine.records import arrays
+from velox_fn.engine.storage import Storage
 
 
 def row_bytes(model: nn.Module, widths: Mapping[int, Storage] = MappingProxyType({})) -> tuple[int | None, ...]:

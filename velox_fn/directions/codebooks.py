@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from velox_fn.engine.vector_quantised import N_ENTRIES, check_widths
+from velox_fn.engine.codebooks import N_ENTRIES
+from velox_fn.engine.vector_quantised import check_widths
 
 ITERATIONS = 30  # as in arXiv:2510.06175
 MOST_PARTS = 2**14  # of a head, that take part: more change little

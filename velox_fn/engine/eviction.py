@@ -9,9 +9,10 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, select, slots
 from velox_fn.engine.attention import Queries
-from velox_fn.engine.half import AS_THEY_CAME, Half, Storage, cut
+from velox_fn.engine.half import AS_THEY_CAME, Half, cut
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 from velox_fn.engine.store import Store, kept_rows, readable
 
 if TYPE_CHECKING:

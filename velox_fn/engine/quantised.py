@@ -9,10 +9,11 @@ import mlx.core as mx
 
 from velox_fn.engine import select, slots
 from velox_fn.engine.eviction import Eviction, State, StateT
-from velox_fn.engine.half import AS_THEY_CAME, Storage, cut, widths_of
+from velox_fn.engine.half import AS_THEY_CAME, cut, widths_of
 from velox_fn.engine.landing import written
 from velox_fn.engine.records import replaced
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 from velox_fn.engine.store import Store, quantised_store
 
 NO_WIDTHS: Mapping[str, Any] = MappingProxyType(dataclasses.asdict(AS_THEY_CAME))

@@ -3,8 +3,9 @@
 import mlx.core as mx
 
 from velox_fn.engine.eviction import State
-from velox_fn.engine.half import Half, Storage, one_array
+from velox_fn.engine.half import Half, one_array
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 
 
 def attend(

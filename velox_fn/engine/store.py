@@ -12,10 +12,11 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, select
 from velox_fn.engine.fused_evict import resolve_metal
-from velox_fn.engine.half import AS_THEY_CAME, Half, Storage, cut, float_dtype, one_array
+from velox_fn.engine.half import AS_THEY_CAME, Half, cut, float_dtype, one_array
 from velox_fn.engine.records import record, replaced
 from velox_fn.engine.rows import Rows, gather_rows, in_temporal_order, temporal_order
 from velox_fn.engine.span import Span
+from velox_fn.engine.storage import Storage
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of positions, in order and apart."""

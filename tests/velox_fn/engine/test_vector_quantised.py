@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from velox_fn import attend, dequantised, kept_bytes, l2norm, made_codebooks, vector_quantised
-from velox_fn.engine.vector_quantised import whole
+from velox_fn.engine.codebooks import whole
 from velox_fn.testing.trials import bits
 
 H, D, D_V, G = 2, 16, 32, 3
