@@ -76,7 +76,7 @@ def by_codebooks(bits: int) -> Storage:
 MIXED, CODEBOOKS = by_widths(8, 4), by_codebooks(2)
 STORAGES = (*(by_widths(*pair) for pair in WIDTHS), CODEBOOKS, by_codebooks(4))
 OF_EVERY_KIND = (MIXED, CODEBOOKS)
-QUICK = ("l2norm", "h2o", "keydiff")
+QUICK = ("l2norm", "h2o")
 """Methods that the quick tests hold to every kind of storage; others are stored in the mixed widths there."""
 
 

@@ -56,7 +56,7 @@ def oracle(rows: np.ndarray, entries: mx.array) -> np.ndarray:
 def test_rows_read_as_the_nearest_entries(n_bits: int) -> None:
     books = books_of(n_bits)
     widths = vector_quantised(l2norm(), codebooks=n_bits, **books).widths
-    keys, values = rows_of(1, 40, batch=2)
+    keys, values = rows_of(1, 12, batch=2)
     found = widths.read(*widths.stored(mx.array(keys), mx.array(values)))
     smoothing = np.array(books["key_smoothing"])[:, None]
     turned = oracle(keys / smoothing @ hadamard(D), books["key_codebook"])
