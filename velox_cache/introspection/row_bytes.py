@@ -42,8 +42,8 @@ def row_bytes(model: nn.Module, stored: Mapping[int, Stored] = MappingProxyType(
 def _bytes(cache: Any, stored: Stored) -> int:
     if cache.keys is None:  # a layer that reads another layer's rows
         return 0
-    halves = [
+    halves = tuple(
         storage.stored(*(half if heads is None else half[:, list(heads)] for half in (cache.keys, cache.values)))
         for heads, storage in stored
-    ]
+    )
     return sum(array.nbytes // array.shape[2] for array in arrays(halves))

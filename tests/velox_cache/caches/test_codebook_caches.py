@@ -158,6 +158,21 @@ def test_the_report_counts_rows_as_they_are_stored(model: nn.Module) -> None:
     assert report.footprint.most_bytes == 2 * 2 * 24 * 2 * (32 // 4 + 4)
 
 
+def test_heads_with_budgets_of_their_own_have_the_codebooks_of_their_own(model: nn.Module) -> None:
+    tokens = mx.array([[*range(3, 43)]])
+    vc.install(model, "l2norm", budget=[[24, 16], [16, 24]], codebooks=2, calibration=calibrated(model, 2))
+    caches = make_prompt_cache(model)
+    model(tokens, cache=caches)
+    for head, rows in enumerate((24, 16)):
+        vc.install(model, "l2norm", budget=rows, codebooks=2, calibration=calibrated(model, 2))
+        alone = make_prompt_cache(model)
+        model(tokens, cache=alone)
+        tier = caches[0].tiers[caches[0].heads.of_each.index((head,))]
+        np.testing.assert_array_equal(kept_positions(tier.record)[:, 0], kept_positions(alone[0].record)[:, head])
+        for half, expected in zip(kv(tier.record), kv(alone[0].record), strict=True):
+            np.testing.assert_array_equal(np.array(half)[:, 0], np.array(expected)[:, head])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
