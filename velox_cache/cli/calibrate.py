@@ -66,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-learned", action="store_true", help="leave out the fit of the method learned, and its time"
     )
     parser.add_argument(
-        "--losses", action="store_true", help="measure too what budgets cost each head, for --layer-shares calibrated"
+        "--losses",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure what budgets cost each head, by which heads share the rows (default: yes)",
     )
     parser.add_argument(
         "--codebooks",

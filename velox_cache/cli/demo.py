@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             model_id=name,
             dataset=SOURCE,
             progress=False,
+            losses=True,
             advance=partial(report, "calibrating"),
         )
         save_calibration(replace(calibration, predicts=predicts_attention(model, tokenizer, calibration)), file)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from velox_cache.cli.calibration_argument import add_calibration_argument
-from velox_cache.recommended import RECOMMENDED_METHOD
+from velox_cache.recommended import AUTO, RECOMMENDED_METHOD
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -41,9 +41,10 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--layer-shares",
         metavar="RULE",
+        default=AUTO,
         help="how rows are shared out, --budget on average: calibrated (each head as many as lose least), "
-        "calibrated-layers (each layer), pyramid (fewer with depth) or squeeze (fewer where a layer changes little); "
-        "default: alike",
+        "calibrated-layers (each layer), pyramid (fewer with depth), squeeze (fewer where a layer changes little) or "
+        f"alike; default: calibrated where the calibration knows how, else alike ({AUTO})",
     )
     group.add_argument(
         "--recent",
@@ -131,10 +132,10 @@ def check_method_arguments(arguments: argparse.Namespace, *, share: bool = False
 
     settings = method_settings(arguments)
     if arguments.method == FULL_CACHE:
-        if settings or arguments.calibration or arguments.layer_shares:
+        if settings or arguments.calibration or arguments.layer_shares != AUTO:
             raise ValueError(f"--method {FULL_CACHE} keeps every row: it takes no settings and no calibration")
         return
-    check_shares(arguments.layer_shares, None)
+    check_shares(_shares(arguments), None)
     method = method_named(arguments.method)
     if isinstance(settings.get("budget"), float):
         if not share:
@@ -201,9 +202,14 @@ def install_method(
         tokenizer=tokenizer,
         queries=arguments.queries,
         snapshots=snapshots,
-        shares=arguments.layer_shares,
+        shares=_shares(arguments),
         **settings,
     )
+
+
+def _shares(arguments: argparse.Namespace) -> str | None:
+    shares: str = arguments.layer_shares
+    return None if shares == "alike" else shares
 
 
 def _budget(text: str) -> int | float:

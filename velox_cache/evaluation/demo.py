@@ -13,6 +13,7 @@ from velox_cache.evaluation.prompt import TaskPrompt, inserted, make_prompt
 from velox_cache.evaluation.task_runs import TaskReply, run_task
 from velox_cache.harness.arm_readings import ArmReading, read_arms
 from velox_cache.harness.arms import FULL, Arm, cache_maker
+from velox_cache.recommended import AUTO
 
 FACT = "The secret code word of the lighthouse is marigold."
 QUESTION = "What is the secret code word of the lighthouse?"
@@ -52,8 +53,9 @@ class ArmResult:
 
 
 def default_arms(budgets: Sequence[int]) -> list[Arm]:
-    """The full cache, and each method of LABELS at each budget."""
-    return [FULL, *(Arm(f"{label}, {n}", method, {"budget": n}) for n in budgets for method, label in LABELS.items())]
+    """The full cache, and each method of LABELS at each budget, as `install` makes it."""
+    methods = [(n, method, label) for n in budgets for method, label in LABELS.items()]
+    return [FULL, *(Arm(f"{label}, {n}", method, {"budget": n, "shares": AUTO}) for n, method, label in methods)]
 
 
 def compare_arms(

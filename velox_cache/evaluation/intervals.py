@@ -55,7 +55,7 @@ def read_at_intervals(
         full = read_passage(model, passage, n_context=n_context)
         for interval in intervals:
             budget = peak - (interval if interval > 1 else 0)
-            given = dict(settings or {}) | ({} if share is None else {"recent": int(share * budget)})
+            given = {"shares": None} | dict(settings or {}) | ({} if share is None else {"recent": int(share * budget)})
             install(model, method, budget=budget, interval=interval, calibration=calibration, calibrate=False, **given)
             reading = read_passage(model, passage, n_context=n_context)
             uninstall(model)

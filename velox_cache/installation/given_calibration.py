@@ -45,11 +45,12 @@ def calibration_of(
     layer: int,
     *,
     losses: bool = False,
+    anew: bool = False,
 ) -> Calibration | None:
     """The whole model's calibration for a method with these settings; None for one that works without.
 
-    layer: one that is bounded, of this process's part. losses: whether it is made anew for those of budgets,
-    where it holds none and a tokenizer is there.
+    layer: one that is bounded, of this process's part. losses: whether one that is made measures those of budgets.
+    anew: whether it is made anew for them, where it holds none and a tokenizer is there.
 
     Raises ValueError when what is given is no calibration, or one of other weights, and when a method needs one, none
     is found, and there is no tokenizer to make it with, or none can be made of this model.
@@ -64,7 +65,7 @@ def calibration_of(
     check_one_attention_a_layer(model)
     found = found_calibration(model)
     if found is not None and _serves(found, method, settings, layer):
-        to_be_made = losses and found.losses is None and tokenizer is not None
+        to_be_made = anew and found.losses is None and tokenizer is not None
         if not to_be_made:
             return found
     if books is not None:

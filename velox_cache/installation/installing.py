@@ -13,6 +13,7 @@ from velox_cache.caches.mlx_lm_protocol import check_protocol
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.default_recent import RECENT_SHARE, with_default_recent
 from velox_cache.calibration.made_once import about
+from velox_cache.calibration.row_losses import METHODS as LOSSES_OF
 from velox_cache.calibration.values_read import check_values_read, default_terms, why_left_out
 from velox_cache.installation.asked import check_asked, check_settings
 from velox_cache.installation.footprint import Footprint, footprint
@@ -21,10 +22,10 @@ from velox_cache.installation.installed import InstalledCaches
 from velox_cache.installation.layer_arguments import check_queries_together
 from velox_cache.installation.layer_budgets import Budgets, with_own_masks
 from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of_every_layer
-from velox_cache.installation.own_attention import IN_TIERS, QUANTISED, check_reads, tap_of
+from velox_cache.installation.own_attention import IN_TIERS, QUANTISED, check_reads, reads_tiers, tap_of
 from velox_cache.installation.own_masks import look_up_masks, take_masks_as_given
 from velox_cache.installation.parts import call_in_parts, call_whole
-from velox_cache.installation.shares import CALIBRATED, about_shares, check_shares, shared_out
+from velox_cache.installation.shares import CALIBRATED, about_shares, check_shares, rule_by_itself, shared_out
 from velox_cache.installation.storage_settings import both_widths
 from velox_cache.installation.tapped import check_shows_queries
 from velox_cache.installation.tiers import settings_of
@@ -33,7 +34,7 @@ from velox_cache.introspection.plan import LayerPlan, plan_layers
 from velox_cache.introspection.row_bytes import row_bytes
 from velox_cache.introspection.shard import model_shard
 from velox_cache.known_methods import as_method
-from velox_cache.recommended import RECOMMENDED_METHOD
+from velox_cache.recommended import AUTO, RECOMMENDED_METHOD
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.quantised import NO_WIDTHS
@@ -62,7 +63,7 @@ class InstallReport:
 
     def __str__(self) -> str:
         bounded = [entry for entry in self.layers if entry.bounded]
-        settings = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        settings = ", ".join(f"{name}={_in_short(value)}" for name, value in self.settings.items())
         lines = [f"{self.method} ({settings}) bounds {len(bounded)} of {len(self.layers)} layers"]
         for reason in dict.fromkeys(entry.reason for entry in self.layers if not entry.bounded):
             skipped = [str(entry.layer) for entry in self.layers if entry.reason == reason]
@@ -78,7 +79,7 @@ def install(
     method: str | Method | Eviction | Callable[..., Eviction] = RECOMMENDED_METHOD,
     *,
     budget: int | Budgets | None = None,
-    shares: str | None = None,
+    shares: str | None = AUTO,
     calibration: GivenCalibration | None = None,
     calibrate: bool | str = "auto",
     tokenizer: Tokenizer | None = None,
@@ -99,9 +100,11 @@ def install(
     shares: a rule by which one budget is shared out, so that it holds on average: "calibrated" (each KV head has what
     brings the least loss, as the calibration measured it, `calibrated_head_budgets`), "calibrated-layers" (each layer,
     `calibrated_budgets`), "pyramid" (fewer rows with depth, `pyramid_budgets`) or "squeeze" (fewer where a layer
-    changes little, `squeeze_budgets`, on text that comes with Python). A `recent` that
-    is given is that of a layer with `budget` rows; others have theirs in proportion. A window that a method has another
-    name for, such as h2o's grace or snapkv's obs_window, is the same in all layers and must fit the smallest.
+    changes little, `squeeze_budgets`, on text that comes with Python). None: all have `budget` rows. "auto", the
+    default: as "calibrated" where the calibration holds losses of the method and the model's attention can be tapped,
+    else as None. A `recent` that is given is that of a layer with `budget` rows; others have theirs in proportion. A
+    window that a method has another name for, such as h2o's grace or snapkv's obs_window, is the same in all layers and
+    must fit the smallest.
     settings: the other arguments of the method's factory, such as n_sink, recent. `recent` defaults to three quarters
     of the budget here: of the shares tried, it follows the full cache's next-token distribution best
     (docs/evaluation.md). Methods may have a share of their own: learned a half, keyformer a quarter, and a fusion the
@@ -152,7 +155,8 @@ def install(
     plan, shard = plan_layers(model), model_shard(model, group)
     if not any(entry.bounded for entry in plan) and not shard.pipelined:
         raise ValueError(f"no layer of this model can be bounded: {'; '.join({entry.reason for entry in plan})}")
-    chosen = _chosen(method, budget=budget, calibration=given, shares=shares, **settings)
+    asked_shares = None if shares == AUTO else shares
+    chosen = _chosen(method, budget=budget, calibration=given, shares=asked_shares, **settings)
     if not any(entry.bounded for entry in plan):  # other ranks of the pipeline have the layers that can be
         return InstallReport(chosen.name if isinstance(chosen, Eviction) else chosen.label, settings, plan)
     if isinstance(chosen, Eviction):
@@ -163,9 +167,12 @@ def install(
         left_out = why_left_out(chosen, **terms) if terms else None
         check_values_read(chosen, settings, model)
         one_layer = next(entry.layer for entry in plan if entry.bounded)
-        used = calibration_of(
-            chosen, settings, given, calibrate, tokenizer, model, one_layer, losses=shares in CALIBRATED
-        )
+        anew = shares in CALIBRATED
+        losses = anew or (shares == AUTO and chosen.label in LOSSES_OF)
+        used = calibration_of(chosen, settings, given, calibrate, tokenizer, model, one_layer, losses=losses, anew=anew)
+        if shares == AUTO:
+            shares = rule_by_itself(chosen, settings, budget, used)
+            shares = shares if shares is None or reads_tiers(model, plan) else None
         average = None
         if shares is not None:
             average = chosen.settings["budget"] if budget is None else checks.plain(budget)
@@ -208,7 +215,7 @@ def install(
         footprint(row_bytes(model), row_bytes(model, storages), methods),
         None if used is None else about(used),
         left_out,
-        None if shares is None else about_shares(shares, methods.values()),
+        None if shares in (None, AUTO) else about_shares(shares, methods.values()),
     )
 
 
@@ -223,6 +230,13 @@ def uninstall(model: nn.Module) -> None:
         take_masks_as_given(model)
         if installed.before is not None:
             model.make_cache = installed.before
+
+
+def _in_short(value: Any) -> Any:
+    """A setting, where layers or heads differ the least and the largest."""
+    layers = value if isinstance(value, list) else []
+    found = [one for of_layer in layers for one in (of_layer if isinstance(of_layer, list) else [of_layer])]
+    return f"{min(found)} to {max(found)}" if found and all(isinstance(one, int) for one in found) else value
 
 
 def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **arguments: Any) -> Method | Eviction:

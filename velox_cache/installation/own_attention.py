@@ -1,14 +1,21 @@
 """What `install` asks of a model whose attention must read rows in a form that mlx_lm's caches do not have."""
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.installation.installed import InstalledCaches
+from velox_cache.installation.tiers import Tier
+from velox_cache.introspection.key_layouts import KeyLayouts
+from velox_cache.introspection.plan import LayerPlan
 from velox_cache.introspection.probing import left_as_it_was
 from velox_cache.introspection.query_tap import QueryTap, model_type
+from velox_fn import l2norm
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,30 @@ IN_TIERS = RowForm(
     "rows of which each head has a number of its own",
     'give each layer one budget, or say shares="calibrated-layers" (--layer-shares calibrated-layers)',
 )
+
+
+def reads_tiers(model: nn.Module, plan: Sequence[LayerPlan]) -> bool:
+    """Whether the model's attention reads layers whose heads have numbers of rows of their own. It is called as
+    `check_reads` calls it, once for the first bounded layer with several heads."""
+    layouts = KeyLayouts(model)
+    heads = {entry.layer: layouts.of_layer(entry.layer) for entry in plan if entry.bounded}
+    several = {layer: layout.n_kv_heads for layer, layout in heads.items() if layout is not None}
+    some = l2norm(budget=8)
+    methods = {
+        layer: (Tier((0,), some), Tier(tuple(range(1, n)), some)) if n > 1 else (Tier(None, some),)
+        for layer, n in several.items()
+    }
+    if methods.keys() != heads.keys():
+        return False
+    probe = InstalledCaches(weakref.ref(model), tuple(plan), methods, EvictingKVCache, False, None, 0, None)
+    try:
+        probe = replace(probe, tap=tap_of(model, IN_TIERS).install())
+        check_reads(model, probe, IN_TIERS)
+    except ValueError:
+        return False
+    assert probe.tap is not None
+    probe.tap.remove()
+    return True
 
 
 def tap_of(model: nn.Module, form: RowForm | None) -> QueryTap:

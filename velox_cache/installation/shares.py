@@ -15,7 +15,9 @@ from velox_cache.installation.budget_makers import (
     squeeze_budgets,
 )
 from velox_cache.installation.tiers import Tier
+from velox_cache.recommended import AUTO
 from velox_fn.engine import checks
+from velox_fn.engine.pinned import pinned_ranges
 from velox_fn.method import Method
 
 CALIBRATED = ("calibrated", "calibrated-layers")  # which take a calibration's losses
@@ -25,15 +27,30 @@ _PYRAMID_WINDOW = 8  # rows of every layer, in the paper; more where the method 
 
 def check_shares(shares: object, budget: object) -> None:
     """ValueError for a rule that is unknown, or a budget that it cannot hand out."""
-    if shares is None:
+    if shares is None or shares == AUTO:
         return
     if shares not in RULES:
-        raise ValueError(f"shares={shares!r}: there is no such rule; layers share the budget by {' or '.join(RULES)}")
+        raise ValueError(
+            f"shares={shares!r}: there is no such rule; a budget is shared out by {' or '.join(RULES)}, or alike (None)"
+        )
     if budget is not None and not isinstance(checks.plain(budget), int):
         raise ValueError(
             f"shares={shares!r} hands one budget out to the layers, and budget={budget!r} is none; give a number, or "
             "leave shares out"
         )
+
+
+def rule_by_itself(
+    method: Method, settings: Mapping[str, Any], budget: object, calibration: Calibration | None
+) -> str | None:
+    """The rule for a budget that nobody asked to share out: that of heads where the calibration has losses of the
+    method, and half of the budget, the least that a head can get, has room beside what is always kept."""
+    if calibration is None or calibration.losses is None or method.label not in calibration.losses.methods:
+        return None
+    asked = {**method.settings, **method.own_names(settings)}
+    rows = asked["budget"] if budget is None else checks.plain(budget)
+    protected = asked["n_sink"] + sum(stop - start for start, stop in pinned_ranges(asked["pinned"]))
+    return "calibrated" if isinstance(rows, int) and rows // 2 > protected else None
 
 
 def shared_out(

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from velox_cache import KVCacheBuilder, KVCacheConfig, calibrate, install, load_calibration, save_calibration
+from velox_cache.caches.evicting import EvictingKVCache
+from velox_cache.caches.tiered import TieredKVCache
 from velox_cache.calibration import made_once
+from velox_cache.installation import own_attention
 from velox_cache.recommended import RECOMMENDED_METHOD
 
 pytestmark = pytest.mark.calibrates
@@ -22,7 +25,8 @@ def _own_folder(tmp_path, monkeypatch):
 
 
 def filters_of(model):
-    return np.array(model.make_cache()[0].method.params["filters"])
+    tiers = model.make_cache()[0].tiers
+    return np.concatenate([np.array(tier.method.params["filters"]) for tier in tiers])
 
 
 def test_the_first_time_it_is_made_and_then_found_without_a_tokenizer(tiny_model, tokenizer, capsys):
@@ -40,6 +44,32 @@ def test_the_first_time_it_is_made_and_then_found_without_a_tokenizer(tiny_model
 def test_without_a_tokenizer_it_says_what_to_give(tiny_model, method):
     with pytest.raises(ValueError, match="tokenizer=tokenizer"):
         install(tiny_model(), method, budget=16)
+
+
+def test_heads_share_the_rows_unless_told_otherwise(tiny_model, tokenizer):
+    model = tiny_model()
+    install(model, budget=16, tokenizer=tokenizer)
+    assert isinstance(model.make_cache()[0], TieredKVCache)
+    for alike in ({"shares": None}, {"budget": 8}, {"budget": [16, 16]}, {"pinned": [(0, 5)]}, {"method": "l2norm"}):
+        install(model, **{"budget": 16} | alike)
+        assert isinstance(model.make_cache()[0], EvictingKVCache)
+
+
+def test_a_calibration_without_losses_shares_nothing_and_is_not_made_anew(tiny_model, tokenizer, capsys):
+    model = tiny_model()
+    file = made_once.calibration_file(model)
+    file.parent.mkdir()
+    save_calibration(calibrate(model, tokenizer, ["some words " * 90], progress=False), file)
+    report = install(model, budget=16, tokenizer=tokenizer)
+    assert (report.shares, capsys.readouterr().err) == (None, "")
+
+
+def test_attention_that_cannot_read_heads_by_themselves_leaves_the_rows_alike(tiny_model, tokenizer, monkeypatch):
+    def by_hand(model, form):
+        raise ValueError("attention by hand")
+
+    monkeypatch.setattr(own_attention, "tap_of", by_hand)
+    assert install(tiny_model(), budget=16, tokenizer=tokenizer).shares is None
 
 
 def test_the_guess_is_there_for_those_who_ask(tiny_model):
@@ -93,7 +123,10 @@ def test_the_report_says_what_the_user_gets(tiny_model, tokenizer):
     per_token = 2 * 2 * 2 * 8 * 4  # layers x keys and values x heads x dimension x bytes
     assert f"a sequence takes at most {16 * per_token // 1024} KiB in these layers" in said
     assert f"where every token took {per_token} bytes" in said
-    assert "rows leave from token 17 on" in said
+    least = min(tier.method.settings["budget"] for layer in model.make_cache() for tier in layer.tiers)
+    assert f"rows leave from token {least + 1} on" in said
+    assert "heads share the rows, calibrated: " in said
+    assert "16 on average" in said
     assert "on 600 tokens of the Python reference" in said
     assert "rank correlation" in said
 
