@@ -1,5 +1,6 @@
 """Pure, typed functions that bound the KV cache of MLX language models by evicting the rows that matter least."""
 
+from velox_fn.directions.codebooks import made_codebooks
 from velox_fn.directions.key_svd import estimate_filter_dir
 from velox_fn.directions.leverage import leverage_scores
 from velox_fn.directions.query_gram import (
@@ -29,6 +30,7 @@ from velox_fn.engine.scorers import SCORERS, StaticScorer
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import StaticState, static_eviction
 from velox_fn.engine.store import Store, init_store
+from velox_fn.engine.vector_quantised import vector_quantised
 from velox_fn.method import Method
 from velox_fn.methods.cur import cur
 from velox_fn.methods.curdkv import CurDKVState, curdkv, curdkv_init, curdkv_step, curdkv_update
@@ -102,6 +104,7 @@ __all__ = [
     "lagkv",
     "learned",
     "leverage_scores",
+    "made_codebooks",
     "merging",
     "morphkv",
     "nestedkv",
@@ -129,5 +132,6 @@ __all__ = [
     "tova",
     "triattention",
     "unregister",
+    "vector_quantised",
     "with_arrays",
 ]

@@ -9,16 +9,18 @@ from typing import Any
 
 from velox_fn.engine import checks
 from velox_fn.engine.chunks import chunked
+from velox_fn.engine.codebooks import ARRAYS as CODEBOOKS
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.merging import NO_MERGING, merging
 from velox_fn.engine.pinned import pinning
 from velox_fn.engine.quantised import NO_WIDTHS, quantised
+from velox_fn.engine.vector_quantised import vector_quantised
 
 ROPES = (None, "to renumber", "when read", "always")
 PLACES = ("layer", "first_head")
 _OF_EVERY_METHOD: Mapping[str, Any] = MappingProxyType(
-    {"interval": 1, "pinned": (), "chunk": 1, **NO_MERGING, **NO_WIDTHS}
+    {"interval": 1, "pinned": (), "chunk": 1, **NO_MERGING, **NO_WIDTHS, "codebooks": None}
 )
 """Settings that are added to a factory that does not take them, with their defaults."""
 
@@ -131,14 +133,15 @@ class Method:
 
     def make(self, **arguments: Any) -> Eviction:
         """The Eviction with these arguments. Those of every method (`interval`, `pinned`, `chunk`, `merge`,
-        `merge_seed`, `key_bits`, `value_bits`, `group_size`) may be among them also where the factory does not take
-        them, and `recent` for its own name.
+        `merge_seed`, `key_bits`, `value_bits`, `group_size`, `codebooks` with its arrays) may be among them also where
+        the factory does not take them, and `recent` for its own name.
 
         Raises:
             ValueError: as the factory does; or what it returns cannot be made anew from its name and settings, as
                 loading a saved cache does.
         """
         arguments = self.own_names(arguments)
+        books = {name: arguments.pop(name) for name in CODEBOOKS if name in arguments}
         added = {
             name: arguments.pop(name, default)
             for name, default in _OF_EVERY_METHOD.items()
@@ -163,7 +166,9 @@ class Method:
         if "chunk" in added:
             made = chunked(made, added["chunk"])
         made = quantised(made, **{name: value for name, value in added.items() if name in NO_WIDTHS})
-        unknown = [name for name in (*made.settings, *made.params) if name not in (*self.defaults, *added)]
+        if added.get("codebooks") is not None:
+            made = vector_quantised(made, codebooks=added["codebooks"], **books)
+        unknown = [name for name in (*made.settings, *made.params) if name not in (*self.defaults, *added, *books)]
         if unknown:
             raise ValueError(
                 f"the settings of {self.label} hold {', '.join(unknown)}, which its factory does not take: settings "

@@ -23,6 +23,7 @@ for spread in spreads:
             sequence_length=100,
             progress=False,
             losses=True,
+            codebooks=4,
             group=world() if spread == "texts" else None,
         )
         save_calibration(calibration, f"{folder}/{spread}_{n_texts}_{rank}.npz")

@@ -16,8 +16,11 @@ def rows_kept(held: Sequences, interval: int) -> int:
 
 
 def held_bytes(all_held: Iterable[Sequences]) -> int:
-    """Bytes of every array held, preallocated room and landing rows included."""
-    return sum(leaf.nbytes for held in all_held if held.record is not None for leaf in arrays(held.record))
+    """Bytes of every array held, preallocated room, landing rows and what rows share included."""
+    held_now = [held for held in all_held if held.record is not None]
+    shared = {held.store.widths for held in held_now}
+    own = sum(leaf.nbytes for held in held_now for leaf in arrays(held.record))
+    return own + sum(one.nbytes for one in shared)
 
 
 def kept_bytes(held: Sequences) -> int:

@@ -18,7 +18,7 @@ from velox_cache.caches.tail import Tail
 from velox_cache.caches.trimming import interval_of
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction, State
-from velox_fn.engine.half import Half, Widths
+from velox_fn.engine.half import Half
 from velox_fn.engine.interval import interval_parts
 from velox_fn.engine.pinned import Pinned
 from velox_fn.engine.records import arrays
@@ -114,18 +114,19 @@ class EvictingKVCache(BoundedKVCache):
 
         mlx_lm's attention looks for it and then reads the view by itself, so that no query tap is needed.
         """
+        one_width = self._last.widths.one_width
         packed = self._view is not None and isinstance(self._view[0], tuple)
-        widths = self._last.widths if packed else Widths()
-        if widths.key_bits is None or widths.key_bits != widths.value_bits:
+        if not packed or one_width is None:
             raise AttributeError("the last view shows no rows that are quantised in one width")
-        return widths.key_bits
+        return one_width[0]
 
     @property
     def group_size(self) -> int:
-        """Numbers of a quantised row that share a scale; absent where rows stay as they came."""
-        if not self._last.widths.packed:
-            raise AttributeError("the rows of this cache are not quantised")
-        return self._last.widths.group_size
+        """Numbers of a row that share a scale, where keys and values are quantised in one width; absent otherwise."""
+        one_width = self._last.widths.one_width
+        if one_width is None:
+            raise AttributeError("the rows of this cache are not quantised in one width")
+        return one_width[1]
 
     @property
     def keys(self) -> Half | None:

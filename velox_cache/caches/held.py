@@ -16,11 +16,12 @@ from velox_fn.engine import checks
 from velox_fn.engine.appending import appended
 from velox_fn.engine.attention import Queries
 from velox_fn.engine.eviction import Eviction, Observation, check_state
-from velox_fn.engine.half import Widths, cut
+from velox_fn.engine.half import cut
 from velox_fn.engine.pinned import Pinned, check_room, pinned_by_sequence, pinned_ranges
-from velox_fn.engine.quantised import converted, quantised, widths_of_method
+from velox_fn.engine.quantised import converted, quantised
 from velox_fn.engine.records import replaced
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 
 _Block = TypeVar("_Block", mx.array, mx.array | None)
 
@@ -64,9 +65,9 @@ class Held:
         return cls(method, true_queries and method.observation is not None, Sequences(), past)
 
     @property
-    def widths(self) -> Widths:
+    def widths(self) -> Storage:
         """How rows are stored."""
-        return widths_of_method(self.method)
+        return self.method.widths
 
     # A token's way in
 
@@ -229,7 +230,7 @@ class Held:
         past = replace(self.past.of_rows_stored_anew(), method=method)
         rows = held.rows
         if rows.record is not None:
-            rows = replace(rows, record=converted(self.method, rows.record, widths_of_method(method)))
+            rows = replace(rows, record=converted(self.method, rows.record, method.widths))
         return replace(held, method=method, rows=rows, past=past)
 
     def chosen(self, indices: Sequence[int]) -> "Held":

@@ -9,17 +9,18 @@ from typing import Any
 import mlx.core as mx
 
 from velox_cache.caches.tier_heads import TierHeads
-from velox_fn.engine.half import Half, Widths
+from velox_fn.engine.half import AS_THEY_CAME, Half
 from velox_fn.engine.quantised_attention import quantised_attention
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 
 Mask = mx.array | str | None
 
 
 class PackedRows(tuple[mx.array, ...]):
-    """(packed, scales, biases) of the rows of a view, with how they are stored."""
+    """The arrays that keys or values of a view are stored as, such as (packed, scales, biases), and how they are."""
 
-    widths = Widths()  # not an argument: tree functions make a tuple of what they have done to its arrays
+    widths: Storage = AS_THEY_CAME  # not an argument: tree functions make a tuple of what they have done to its arrays
 
     def attend(
         self,
@@ -35,7 +36,7 @@ class PackedRows(tuple[mx.array, ...]):
 
         Raises ValueError for any other argument that is not None.
         """
-        _check_known(others, "quantised rows", "install without key_bits and value_bits")
+        _check_known(others, "quantised rows", "install without key_bits, value_bits and codebooks")
         return quantised_attention(self.widths, queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
@@ -69,7 +70,7 @@ class TieredRows(tuple[Half, ...]):
         return self.heads.joined([_attended(q, k, v, scale, of_tier, own) for q, k, v, of_tier, own in tiers])
 
 
-def shown(view: View, widths: Widths) -> View:
+def shown(view: View, widths: Storage) -> View:
     """`view`, with what of it is quantised as `PackedRows`."""
     keys, values = (_packed(half, widths) for half in view)
     return keys, values
@@ -100,7 +101,7 @@ def _check_known(others: dict[str, Any], rows: str, remedy: str) -> None:
         )
 
 
-def _packed(half: Half, widths: Widths) -> Half:
+def _packed(half: Half, widths: Storage) -> Half:
     if not isinstance(half, tuple):
         return half
     rows = PackedRows(half)

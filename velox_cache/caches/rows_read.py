@@ -5,12 +5,13 @@ from typing import Any
 import mlx.core as mx
 
 from velox_fn.engine.attention import Queries, Reading
-from velox_fn.engine.half import Widths, one_array
+from velox_fn.engine.half import one_array
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 
 
 def queries_over(
-    view: View, widths: Widths, queries: mx.array, keys: Any, values: Any, mask: mx.array | None = None
+    view: View, widths: Storage, queries: mx.array, keys: Any, values: Any, mask: mx.array | None = None
 ) -> Queries | None:
     """The queries [B,H_q,S,D'] of a call that was told of the cache whose view this is; None when it read other rows.
 

@@ -17,7 +17,6 @@ from velox_cache.known_methods import method_named
 from velox_fn.engine.checks import FLOATS
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.pinned import pinned_by_sequence, pinned_ranges
-from velox_fn.engine.quantised import widths_of_method
 from velox_fn.engine.records import arrays, refilled, statics, with_statics
 from velox_fn.engine.store import Ranges
 
@@ -153,7 +152,7 @@ def _record(
     if fields is None:
         require(not leaves, "it has arrays of rows, of which its header says that there are none")
         return None
-    widths = widths_of_method(method)
+    widths = method.widths
     n_keys, n_values = widths.n_arrays
     halves = leaves[: n_keys + n_values]
     whole = len(halves) == n_keys + n_values and all(leaf.ndim == 4 for leaf in halves)

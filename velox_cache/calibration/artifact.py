@@ -19,11 +19,12 @@ from velox_cache.calibration.score_choice import ScoreChoice
 from velox_cache.calibration.statistics import LayerStatistics
 from velox_cache.file_checks import check_folder_of, check_readable
 from velox_fn.engine.checks import not_zero
+from velox_fn.engine.codebooks import ARRAYS as CODEBOOKS
 
 FORMAT_VERSION = 4  # 1: filters only; 2: no moments of static scores; 3: no learned scores
 POST_ROPE = "post-rope"
 HIGHER_IS_KEPT = "higher projection = keep"
-NEWER = ("query_centres",)  # statistics that a file of this format may lack
+NEWER = ("query_centres", *CODEBOOKS)  # statistics that a file of this format may lack
 _MOST_DEFLATED = 1032  # bytes that one compressed byte can stand for
 
 

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.codebooks import with_codebooks
 from velox_cache.calibration.losses_together import with_losses
 from velox_cache.calibration.score_choice import ScoreChoice
 from velox_cache.calibration.score_fit import fit_scores
@@ -27,7 +28,8 @@ from velox_cache.introspection.shard import model_shard
 from velox_cache.introspection.weights_digest import weights_digest
 from velox_cache.progress import told_progress
 from velox_cache.slow_blas import slow_blas_advice
-from velox_fn.engine.checks import whole_number
+from velox_fn.engine.checks import one_of, whole_number
+from velox_fn.engine.codebooks import BITS
 from velox_fn.engine.scorers import SCORERS
 
 HELD_OUT_EVERY = 4
@@ -57,6 +59,7 @@ def calibrate(
     group: Group | None = None,
     learned: bool = True,
     losses: bool = False,
+    codebooks: int | None = None,
 ) -> Calibration:
     """Filters of `model`, from the queries it makes of `texts`, and the statistics that other methods score by.
 
@@ -82,10 +85,17 @@ def calibrate(
     to three parts of the texts once more, of up to 1,280 tokens each. Texts of fewer than 384 tokens, and models with
     latent attention, have none, nor have those whose attention does not end with a matrix.
 
+    codebooks: bits of a number, 1, 2 or 4, for which codebooks are made too, for `install(codebooks=...)`, of the rows
+    of up to 2,048 tokens. Models with latent attention have none.
+
     Raises ValueError when the texts have fewer than 64 tokens, or fewer than 4 different ones, when the model computes
     attention by hand or from no plain KV cache, or when its queries are not finite; RuntimeError when another rank
     fails or ends.
     """
+    if codebooks is not None:
+        one_of("codebooks", codebooks, BITS)
+        if caches_latents(model):
+            raise ValueError("a latent is no key with a value, and has no codebooks; leave codebooks out")
     sequences = _sequences(tokenizer, texts, max_tokens, sequence_length)
     n_tokens = sum(map(len, sequences))
     if n_tokens < LEAST_TOKENS:
@@ -134,9 +144,11 @@ def calibrate(
         scores=choice,
         weights=weights_digest(model),
     )
-    if not losses or caches_latents(model):
-        return made
-    return with_losses(made, model, sequences, shard, everyone, shown=shown)
+    if losses and not caches_latents(model):
+        made = with_losses(made, model, sequences, shard, everyone, shown=shown)
+    if codebooks is not None:
+        made = with_codebooks(made, model, sequences, codebooks, shard, everyone, shown=shown)
+    return made
 
 
 def collect_query_activations(

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.statistics import LayerStatistics
+from velox_fn.engine.codebooks import ARRAYS as CODEBOOKS
 from velox_fn.method import Method
 from velox_fn.methods.fusion import arrays_taken, term_names
 
@@ -48,6 +49,38 @@ def calibrated_params(
             "or for a model whose rotary embedding cannot be read; calibrate again with `velox calibrate`"
         )
     return {name: arrays[name] for name in names}
+
+
+def codebook_arrays(calibration: Calibration | None, layer: int, bits: int) -> dict[str, mx.array]:
+    """The arrays of one layer by which rows are stored in so many bits a number, by argument name.
+
+    Raises ValueError when the calibration holds none, or none of these bits.
+    """
+    layers = () if calibration is None else calibration.statistics
+    statistics = layers[layer] if layer < len(layers) else None
+    arrays = {} if statistics is None else statistics.arrays()
+    found = {name: arrays[name] for name in CODEBOOKS if name in arrays}
+    if not found:
+        given = "no calibration is given, and none with codebooks was found" if calibration is None else "this has none"
+        raise ValueError(
+            f"codebooks={bits} stores rows by codebooks of a calibration, and {given}: run `velox calibrate MODEL "
+            f"--codebooks {bits}`, and give the file that it makes as calibration= (--calibration) where it is not the "
+            "one of these weights in the cache folder"
+        )
+    made_of = codebook_bits(calibration)
+    if made_of != bits:
+        raise ValueError(
+            f"the calibration has codebooks of {made_of} bits, and codebooks={bits} is asked for; ask for {made_of}, "
+            f"or run `velox calibrate MODEL --codebooks {bits}`"
+        )
+    return found
+
+
+def codebook_bits(calibration: Calibration | None) -> int | None:
+    """Bits of a number in the codebooks that a calibration holds; None where it holds none."""
+    layers = () if calibration is None else calibration.statistics
+    books = (layer.key_codebook for layer in layers if layer is not None)
+    return next((8 // int(book.shape[2]) for book in books if book is not None), None)
 
 
 def _term_moments(known: Sequence[str], statistics: LayerStatistics, terms: Sequence[str]) -> dict[str, mx.array]:

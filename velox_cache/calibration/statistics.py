@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
+from velox_fn.engine.codebooks import ARRAYS as CODEBOOKS
+from velox_fn.engine.codebooks import N_ENTRIES
+
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
@@ -27,6 +30,9 @@ class LayerStatistics:
     score_correlation: mx.array | None = None  # [H] of score and target on blocks held out
     query_centres: mx.array | None = None  # [H, G, 3, dims/2] of each query head before RoPE; None: RoPE is not known
     row_losses: mx.array | None = None  # [H, M, S] on the axes of the calibration's `losses`; None: not measured
+    key_smoothing: mx.array | None = None  # [H, D] of rows stored by codebooks, like those that follow; None: not made
+    key_codebook: mx.array | None = None  # [H, 256, d]
+    value_codebook: mx.array | None = None  # [H, 256, d]
 
     def __post_init__(self) -> None:
         for name, array in self.arrays().items():
@@ -50,6 +56,13 @@ class LayerStatistics:
             raise ValueError(
                 f"row_losses must be [{heads},methods,shares], got shape {tuple(self.row_losses.shape)}; calibrate "
                 "again"
+            )
+        books = [getattr(self, name) for name in CODEBOOKS]
+        shapes = [None if array is None else tuple(array.shape) for array in books]
+        if any(shapes) and (shapes[0] != (heads, dim) or shapes[1] != shapes[2] or not _are_entries(shapes[1], heads)):
+            raise ValueError(
+                f"{', '.join(CODEBOOKS)} must be [{heads},{dim}] and twice [{heads},{N_ENTRIES},d], got {shapes}; "
+                "calibrate again"
             )
         moments = [array for array in (self.term_means, self.term_deviations) if array is not None]
         if moments and (len(moments) < 2 or any(array.shape != (heads, moments[0].shape[-1]) for array in moments)):
@@ -82,6 +95,10 @@ class LayerStatistics:
 
 SCORES = tuple(field.name for field in fields(LayerStatistics) if field.name.startswith("score_"))
 """What a learned score is, and how well it does."""
+
+
+def _are_entries(shape: tuple[int, ...] | None, heads: int) -> bool:
+    return shape is not None and shape[:2] == (heads, N_ENTRIES) and len(shape) == 3
 
 
 def _scores_fit(shapes: Mapping[str, tuple[int, ...]], heads: int, dim: int) -> bool:

@@ -69,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--losses", action="store_true", help="measure too what budgets cost each head, for --layer-shares calibrated"
     )
     parser.add_argument(
+        "--codebooks",
+        type=int,
+        choices=(1, 2, 4),
+        metavar="B",
+        help="make codebooks too, for rows stored in 1, 2 or 4 bits a number (--codebooks of the other commands)",
+    )
+    parser.add_argument(
         "--search-weights",
         type=float,
         metavar="SECONDS",
@@ -111,6 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         group=world(),
         learned=not arguments.no_learned,
         losses=arguments.losses,
+        codebooks=arguments.codebooks,
     )
     if launched_rank() is None:
         calibration = replace(calibration, predicts=predicts_attention(model, tokenizer, calibration))

@@ -67,7 +67,7 @@ def intervals(arguments: argparse.Namespace) -> Result:
         peak,
         n_context=arguments.context,
         settings=settings,
-        calibration=calibration_for(method_named(arguments.method), calibration),
+        calibration=calibration_for(method_named(arguments.method), calibration, settings),
         share=arguments.share,
     )
     return [vars(one) for one in found], by_interval(found)
@@ -90,7 +90,7 @@ def quantised(arguments: argparse.Namespace) -> Result:
 
     settings = method_settings(arguments)
     group_size = settings.pop("group_size", 64)
-    given = [name for name in ("budget", "key_bits", "value_bits") if name in settings]
+    given = [name for name in ("budget", "key_bits", "value_bits", "codebooks") if name in settings]
     if given:
         raise ValueError(f"{' and '.join(given)} cannot be given: all widths are read, in rows of equal bytes")
     model, tokenizer = load_model(arguments.model)

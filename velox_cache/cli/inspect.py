@@ -26,6 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe(calibration: "Calibration") -> str:
     """A few lines about a calibration."""
+    from velox_cache.calibration.method_arrays import codebook_bits
+
     filters = [layer for layer in calibration.filters if layer is not None]
     shapes = ", ".join(f"{heads} heads of dimension {dim}" for heads, dim in dict.fromkeys(f.shape for f in filters))
     without = [str(index) for index, layer in enumerate(calibration.filters) if layer is None]
@@ -53,6 +55,8 @@ def describe(calibration: "Calibration") -> str:
             f"  losses       of {', '.join(table.methods)} at {len(table.shares)} shares of {table.n_context:,} rows, "
             "for budgets of the layers"
         )
+    if (bits := codebook_bits(calibration)) is not None:
+        lines.append(f"  codebooks    of {bits} bits a number, for rows stored by them")
     if without:
         lines.append(f"  no filter    layers {', '.join(without)}: no plain full-attention cache there")
     return "\n".join(lines)

@@ -74,6 +74,12 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         help="numbers that share a scale: 32, 64, 128 (default: 64)",
     )
     group.add_argument(
+        "--codebooks",
+        type=int,
+        metavar="B",
+        help="store rows by codebooks that `velox calibrate --codebooks B` made: 1, 2 or 4 bits a number",
+    )
+    group.add_argument(
         "--set",
         dest="settings",
         type=_setting,
@@ -100,7 +106,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
 
 def method_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings that were given, by name: what `velox_cache.install` takes as keywords."""
-    names = ("budget", "recent", "n_sink", "pinned", "key_bits", "value_bits")
+    names = ("budget", "recent", "n_sink", "pinned", "key_bits", "value_bits", "codebooks")
     common = {name: getattr(arguments, name) for name in names}
     common["group_size"] = arguments.kv_group_size
     given = {name: value for name, value in common.items() if value is not None}

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.method_arrays import codebook_bits
 from velox_cache.evaluation.paired import ratio
 from velox_cache.harness.arm_readings import read_arms
 from velox_cache.harness.arms import FULL, Arm, cache_maker
@@ -21,7 +22,7 @@ from velox_cache.harness.shared_prefill import shared_prefill
 WIDTHS: Mapping[str, tuple[int | None, int | None]] = MappingProxyType(
     {"as they came": (None, None), "8 bits": (8, 8), "keys 8, values 4": (8, 4), "4 bits": (4, 4)}
 )
-"""Of keys and values, by the name that tables give them."""
+"""Of keys and values, by the name that tables give them. Codebooks of a calibration are read beside them."""
 SHARES = (1 / 4, 1 / 8, 1 / 16)
 
 
@@ -29,7 +30,7 @@ SHARES = (1 / 4, 1 / 8, 1 / 16)
 class EqualBytesReading:
     """One width at one number of bytes on one passage, against the full cache."""
 
-    widths: str  # of `WIDTHS`
+    widths: str  # a name of `WIDTHS`, or of those beside codebooks
     share: float  # of the full cache's bytes at the passage's end, in bounded layers
     passage: int
     budget: int  # rows, of which the bytes are at most that share
@@ -60,23 +61,28 @@ def read_at_equal_bytes(
 
     The context is read at once and evicted from, the rest goes in token by token. Bytes are those of keys and values
     as they are stored in the layers that are bounded, scales and biases included; what a method holds beside its rows,
-    such as filters, is not counted into `budget`. Raises ValueError as `install` does, also where a share leaves too
-    few rows.
+    such as filters and codebooks, is not counted into `budget`. Raises ValueError as `install` does, also where a share
+    leaves too few rows.
 
     dtype: that rows come in. The model computes in its own, since a CPU has no fast 16-bit products.
     """
     found: list[EqualBytesReading] = []
+    storages = {name: _widths(pair, group_size) for name, pair in WIDTHS.items()}
+    books = codebook_bits(calibration)
+    if books is not None:
+        if books > 1:
+            storages[f"{books} bits"] = _widths((books, books), group_size)
+        storages[f"codebooks, {books} bits"] = {"codebooks": books}
     row_bytes = {
-        name: _row_bytes(model, method, _widths(pair, group_size), settings, calibration, dtype)
-        for name, pair in WIDTHS.items()
+        name: _row_bytes(model, method, storage, settings, calibration, dtype) for name, storage in storages.items()
     }
     plain = row_bytes["as they came"]
     for number, passage in enumerate(passages):
         arms, about = [], []
         for share in shares:
-            for name, pair in WIDTHS.items():
+            for name, storage in storages.items():
                 budget = int(share * (len(passage) - 1) * plain / row_bytes[name])  # the last is not read
-                given = {**(settings or {}), **_widths(pair, group_size), "budget": budget}
+                given = {**(settings or {}), **storage, "budget": budget}
                 arms.append(Arm(f"{name} at {share:.4g}", method, given))
                 about.append((name, share, budget))
         makers = [cache_maker(model, arm, calibration) for arm in (FULL, *arms)]
@@ -106,7 +112,7 @@ def by_share(found: Sequence[EqualBytesReading]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for share in sorted({one.share for one in found}, reverse=True):
         plain = [one.kl_divergence for one in found if (one.share, one.widths) == (share, "as they came")]
-        for widths in WIDTHS:
+        for widths in dict.fromkeys(one.widths for one in found):
             those = [one for one in found if (one.share, one.widths) == (share, widths)]
             divergences = [one.kl_divergence for one in those]
             rows.append(

@@ -2,9 +2,9 @@
 
 Two geometries. `paper_like`: each head has an axis; a tenth of the keys lie far along it, and the queries point there,
 so those keys get the attention. `isotropic`: keys and queries are Gaussian, and no direction means anything. Every
-method takes the keys in as one block, without seeing the probe queries, and protects no recent rows; H2O gets the keys as
-stand-ins for queries. Perturbation is |output over kept rows - output over all rows| / |output over all rows|, over all
-probe queries.
+method takes the keys in as one block, without seeing the probe queries, and protects no recent rows; H2O gets the keys
+as stand-ins for queries. Perturbation is |output over kept rows - output over all rows| / |output over all rows|, over
+all probe queries.
 """
 
 from collections.abc import Sequence

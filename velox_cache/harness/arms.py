@@ -74,7 +74,7 @@ def cache_maker(model: nn.Module, arm: Arm, calibration: Calibration | None = No
         return lambda: make_prompt_cache(model)
     if calibration is not None and not arm.searched:
         calibration = without_weights(calibration)
-    needed = calibration_for(method_named(arm.method), calibration if arm.calibrated else None)
+    needed = calibration_for(method_named(arm.method), calibration if arm.calibrated else None, arm.settings)
     install(model, arm.method, calibration=needed, calibrate=False, **arm.settings)
     make: MakeCache = model.make_cache
     uninstall(model)

@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from velox_cache.installation.storage_settings import check_one_storage
 from velox_fn.engine import checks
 from velox_fn.method import Method
 
@@ -40,18 +41,6 @@ def check_budget(budget: object) -> None:
         raise ValueError(f"budget={budget!r}: a budget is a number of rows, not text; write {meant}")
 
 
-def both_widths(bits: int | None, settings: Mapping[str, Any]) -> dict[str, int]:
-    """The settings that `bits` stands for. ValueError when one of them is given as well."""
-    if bits is None:
-        return {}
-    given = [name for name in ("key_bits", "value_bits") if settings.get(name) is not None]
-    if given:
-        raise ValueError(
-            f"bits={bits} is key_bits and value_bits in one, and {' and '.join(given)} is given too; drop one"
-        )
-    return {"key_bits": bits, "value_bits": bits}
-
-
 def check_settings(method: Method, settings: Mapping[str, Any], *, calibrated: bool = False) -> None:
     """ValueError when a method does not take these settings, budget included, or cannot work with them.
 
@@ -69,6 +58,9 @@ def check_settings(method: Method, settings: Mapping[str, Any], *, calibrated: b
         if name not in method.settings:
             raise ValueError(f"{method.label} has no setting {name!r}; its settings are {', '.join(method.settings)}")
     check_budget(settings.get("budget"))
+    if settings.get("codebooks") is not None:  # whose arrays come from a calibration: the rest is looked at without
+        check_one_storage(settings)
+        settings = {name: value for name, value in settings.items() if name != "codebooks"}
     waits = method.needs_calibration or (calibrated and method.calibrated)
     if not waits and not settings.get("renumber"):  # which needs the model's rotary embedding
         method.make(**settings)

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from velox_cache.calibration.artifact import Calibration, load_calibration
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.made_once import check_weights, found_calibration, made_calibration
-from velox_cache.calibration.method_arrays import calibrated_params
+from velox_cache.calibration.method_arrays import calibrated_params, codebook_arrays
 from velox_cache.introspection.plan import check_one_attention_a_layer
 from velox_fn.method import Method
 
@@ -58,7 +58,8 @@ def calibration_of(
         calibration = loaded(given)
         check_weights(calibration, model)
         return calibration
-    if calibrate is False or not wants_calibration(method):
+    books = settings.get("codebooks")
+    if calibrate is False or not (wants_calibration(method) or books is not None):
         return None
     check_one_attention_a_layer(model)
     found = found_calibration(model)
@@ -66,6 +67,8 @@ def calibration_of(
         to_be_made = losses and found.losses is None and tokenizer is not None
         if not to_be_made:
             return found
+    if books is not None:
+        codebook_arrays(found, layer, books)  # says what is lacking: codebooks are made when they are asked for
     if tokenizer is None:
         raise ValueError(
             f"{method.label} needs a calibration, and none of this model is in the cache folder yet: give "
@@ -83,8 +86,12 @@ def wants_calibration(method: Method) -> bool:
 
 def _serves(found: Calibration, method: Method, settings: Mapping[str, Any], layer: int) -> bool:
     """Whether a calibration holds what the method takes: one that an older version made may not."""
+    books = settings.get("codebooks")
     try:
-        calibrated_params(method, found, layer, settings)
+        if books is not None:
+            codebook_arrays(found, layer, books)
+        if method.calibrated or books is None:
+            calibrated_params(method, found, layer, settings)
     except ValueError:
         return False
     return True

@@ -14,7 +14,7 @@ from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.default_recent import RECENT_SHARE, with_default_recent
 from velox_cache.calibration.made_once import about
 from velox_cache.calibration.values_read import check_values_read, default_terms, why_left_out
-from velox_cache.installation.asked import both_widths, check_asked, check_settings
+from velox_cache.installation.asked import check_asked, check_settings
 from velox_cache.installation.footprint import Footprint, footprint
 from velox_cache.installation.given_calibration import GivenCalibration, calibration_of, one_of_both
 from velox_cache.installation.installed import InstalledCaches
@@ -25,6 +25,7 @@ from velox_cache.installation.own_attention import IN_TIERS, QUANTISED, check_re
 from velox_cache.installation.own_masks import look_up_masks, take_masks_as_given
 from velox_cache.installation.parts import call_in_parts, call_whole
 from velox_cache.installation.shares import CALIBRATED, about_shares, check_shares, shared_out
+from velox_cache.installation.storage_settings import both_widths
 from velox_cache.installation.tapped import check_shows_queries
 from velox_cache.installation.tiers import settings_of
 from velox_cache.introspection.mlx_vlm_models import check_can_be_called_in_parts, check_takes_caches
@@ -35,7 +36,7 @@ from velox_cache.known_methods import as_method
 from velox_cache.recommended import RECOMMENDED_METHOD
 from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
-from velox_fn.engine.quantised import NO_WIDTHS, widths_of_method
+from velox_fn.engine.quantised import NO_WIDTHS
 from velox_fn.method import Method
 
 
@@ -127,6 +128,8 @@ def install(
     attention reads them so; `bits` is both in one. A static method keeps the very rows that it keeps without. Layers
     that are not bounded stay as the model made them: mlx_lm does not quantise a sliding window either. The model runs
     once more then, on three tokens, to see that its attention takes such rows.
+    codebooks, a setting of every method too: rows are stored in 1, 2 or 4 bits a number by codebooks of the calibration
+    (VecInfer), which `velox calibrate --codebooks` makes.
 
     On a model that is spread over several processes, by `model.shard(group)` or `model.model.pipeline(group)`, each of
     them installs: its caches hold its own heads and layers, with their part of `calibration`, which is the whole
@@ -180,8 +183,8 @@ def install(
     installed = InstalledCaches(
         weakref.ref(model), plan, methods, EvictingKVCache, true_queries, None, snapshots, before
     )
-    widths = {layer: widths_of_method(tiers[0].method) for layer, tiers in methods.items()}
-    quantised = [QUANTISED] if any(each.packed for each in widths.values()) else []
+    storages = {layer: [(tier.heads, tier.method.widths) for tier in tiers] for layer, tiers in methods.items()}
+    quantised = [QUANTISED] if any_method.widths.packed else []
     in_tiers = [IN_TIERS] if any(len(tiers) > 1 for tiers in methods.values()) else []
     form = next(iter(quantised + in_tiers), None)
     if true_queries or form is not None:
@@ -202,7 +205,7 @@ def install(
         any_method.name,
         settings_of(methods.values()),
         plan,
-        footprint(row_bytes(model), row_bytes(model, widths), methods),
+        footprint(row_bytes(model), row_bytes(model, storages), methods),
         None if used is None else about(used),
         left_out,
         None if shares is None else about_shares(shares, methods.values()),

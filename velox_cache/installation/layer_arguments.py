@@ -1,12 +1,13 @@
 """What a method's factory is told about one layer: its calibrated arrays, its index, its rotary embedding."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import mlx.nn as nn
 
 from velox_cache.calibration.artifact import Calibration
-from velox_cache.calibration.method_arrays import calibrated_params
+from velox_cache.calibration.method_arrays import calibrated_params, codebook_arrays
 from velox_cache.introspection.key_layouts import KeyLayouts
 from velox_cache.introspection.latents import caches_latents
 from velox_cache.introspection.rope import ModelRopes
@@ -14,9 +15,11 @@ from velox_cache.introspection.shard import WHOLE, ModelShard
 from velox_fn.method import Method
 
 
-def calibration_for(method: Method, calibration: Calibration | None) -> Calibration | None:
-    """The calibration for a method that can use one, None for the others, which refuse it."""
-    return calibration if method.calibrated else None
+def calibration_for(
+    method: Method, calibration: Calibration | None, settings: Mapping[str, Any] = MappingProxyType({})
+) -> Calibration | None:
+    """The calibration for a method that can use one under these settings, None for the others, which refuse it."""
+    return calibration if method.calibrated or settings.get("codebooks") is not None else None
 
 
 def layer_arguments(
@@ -45,7 +48,10 @@ def layer_arguments(
             "and give the file that it makes as calibration= (--calibration)"
         )
     arguments: dict[str, Any] = {}
-    if calibration is not None:
+    books = settings.get("codebooks")
+    if books is not None:
+        arguments |= codebook_arrays(calibration, layer, books)
+    if calibration is not None and (method.calibrated or books is None):
         arguments |= calibrated_params(method, calibration, layer, settings)
     if "layer" in method.place:
         arguments["layer"] = shard.first_layer + layer

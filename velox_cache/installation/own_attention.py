@@ -19,7 +19,7 @@ class RowForm:
     remedy: str
 
 
-QUANTISED = RowForm("quantised rows", "leave bits, key_bits and value_bits out")
+QUANTISED = RowForm("quantised rows", "leave bits, key_bits, value_bits and codebooks out")
 IN_TIERS = RowForm(
     "rows of which each head has a number of its own",
     'give each layer one budget, or say shares="calibrated-layers" (--layer-shares calibrated-layers)',

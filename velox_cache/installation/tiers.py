@@ -6,6 +6,7 @@ from typing import Any, TypeGuard, cast
 
 from velox_cache.introspection.key_layouts import KeyLayouts
 from velox_cache.introspection.shard import ModelShard
+from velox_fn.engine.codebooks import ARRAYS as CODEBOOKS
 from velox_fn.engine.eviction import Eviction
 from velox_fn.method import PLACES, Method
 
@@ -86,7 +87,7 @@ def of_heads(
     own = {
         name: value if value is None else value[list(heads)]
         for name, value in arguments.items()
-        if name in method.calibrated
+        if name in (*method.calibrated, *CODEBOOKS)
     }
     if "first_head" in arguments:
         own["first_head"] = arguments["first_head"] + n_before

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from velox_cache.introspection.cache_kinds import is_plain, parts
 from velox_cache.introspection.plan import plain_caches
 from velox_cache.introspection.probing import left_as_it_was
+from velox_fn.engine.codebooks import ENTRIES
 from velox_fn.engine.eviction import Eviction
 from velox_fn.methods.fusion import PER_TERM
 
@@ -59,7 +60,7 @@ def check_filter_layout(layouts: KeyLayouts, layer: int, method: Eviction, heads
         return
     n_heads = layout.n_kv_heads if heads is None else len(heads)
     for name, array in method.params.items():
-        of_rows = name not in PER_TERM and array.ndim < 4  # others are of terms, or of pairs of dimensions
+        of_rows = name not in (*PER_TERM, *ENTRIES) and array.ndim < 4  # others are of terms, entries, rotary pairs
         dims = array.shape[1:2] if of_rows else ()
         if array.shape[0] != n_heads or any(dim != layout.head_dim for dim in dims):
             raise ValueError(

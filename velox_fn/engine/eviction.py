@@ -9,9 +9,10 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, select, slots
 from velox_fn.engine.attention import Queries
-from velox_fn.engine.half import Half, cut
+from velox_fn.engine.half import AS_THEY_CAME, Half, cut
 from velox_fn.engine.records import arrays
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 from velox_fn.engine.store import Store, kept_rows, readable
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ class Eviction(Generic[StateT]):
     scored before they are quantised."""
     appends: Callable[[StateT], int] = lambda state: 0
     """state -> how many of the next single tokens are only appended to it (`appending`), where that is known."""
+    widths: Storage = AS_THEY_CAME
+    """How rows are stored."""
 
     def __post_init__(self) -> None:
         # Headers of saved caches are JSON, which holds no numpy numbers.
@@ -199,10 +202,10 @@ def kept_positions(state: State) -> mx.array:
 
 
 def kept_bytes(state: State) -> int:
-    """Bytes of the kept rows as they are stored, and of what the method holds beside them: filters, statistics."""
+    """Bytes of the kept rows as they are stored, and of what the method holds beside them: filters, codebooks."""
     store = state.store
     batch, n_kv_heads = store.ranks.shape[:2]
     row = sum(part.shape[3] * part.itemsize for part in arrays((store.keys, store.values)))
     beside = sum(leaf.nbytes for leaf in arrays(state)) - sum(leaf.nbytes for leaf in arrays(store))
     n_rows = min(store.filled, store.most_kept) if store.span is None else store.filled
-    return batch * n_kv_heads * n_rows * row + beside
+    return batch * n_kv_heads * n_rows * row + beside + store.widths.nbytes

@@ -1,9 +1,12 @@
-"""The keys or the values of some rows: one array, or the three that mx.quantize makes of it.
+"""The keys or the values of some rows: one array, or those that a storage makes of it.
 
 A row is whatever arrays belong to it. All of them have its batch, head and place as their first axes, so what moves
-rows moves each array alike. The three are packed uint32 [B,H,n,D*bits/32], and scales and biases
-[B,H,n,D/group_size] of the dtype that the rows came in. Rows are quantised once, when they arrive. Afterwards their
-bits are moved and read.
+rows moves each array alike. The second is of the dtype that the rows came in, and not finite where a row was not. A row
+with zeros in all of them reads as zeros. Rows are quantised once, when they arrive. Afterwards their bits are moved and
+read.
+
+`Widths` is the storage of rows as they came, and of those that mx.quantize makes: packed uint32 [B,H,n,D*bits/32], and
+scales and biases [B,H,n,D/group_size]. `codebooks` has another; `storage` says what any must do.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +19,7 @@ from velox_fn.engine import checks
 from velox_fn.engine.records import arrays, refilled
 
 Half = Any
-"""mx.array [B,H,n,D], or (packed, scales, biases)."""
+"""mx.array [B,H,n,D], or a tuple of arrays, such as (packed, scales, biases)."""
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -26,7 +29,7 @@ _PARTS = 3  # arrays of a quantised half
 
 @dataclass(frozen=True)
 class Widths:
-    """How rows are stored. None: as they came."""
+    """Rows as `mx.quantize` makes them. None: as they came."""
 
     key_bits: int | None = None
     value_bits: int | None = None
@@ -36,6 +39,18 @@ class Widths:
     def packed(self) -> bool:
         """Whether any of a row is quantised."""
         return self.key_bits is not None or self.value_bits is not None
+
+    @property
+    def one_width(self) -> tuple[int, int] | None:
+        """(bits, group_size) where keys and values have one width."""
+        if self.key_bits is None or self.key_bits != self.value_bits:
+            return None
+        return self.key_bits, self.group_size
+
+    @property
+    def nbytes(self) -> int:
+        """Rows share nothing."""
+        return 0
 
     @property
     def n_arrays(self) -> tuple[int, int]:
@@ -64,12 +79,23 @@ class Widths:
                 )
         return self._empty(keys, self.key_bits), self._empty(values, self.value_bits)
 
+    def logits(self, queries: mx.array, keys: Half) -> mx.array:
+        """[B,H,L,n] of queries [B,H,L,D]."""
+        return _product(queries, keys, self.key_bits, self.group_size, transpose=True)
+
+    def weighted(self, weights: mx.array, values: Half) -> mx.array:
+        """The sums [B,H,L,D_v] of rows by weights [B,H,L,n]."""
+        return _product(weights, values, self.value_bits, self.group_size, transpose=False)
+
     def _empty(self, half: mx.array, bits: int | None) -> Half:
         if bits is None:
             return half
         *leading, width = half.shape
         groups = mx.zeros((*leading, width // self.group_size), half.dtype)
         return mx.zeros((*leading, width * bits // _WORD), mx.uint32), groups, groups
+
+
+AS_THEY_CAME = Widths()
 
 
 def widths_of(key_bits: object, value_bits: object, group_size: object) -> Widths:
@@ -147,3 +173,11 @@ def _read(half: Half, bits: int | None, group_size: int) -> mx.array:
     if packed.size == 0:  # which mlx refuses
         return mx.zeros((*packed.shape[:3], _width(half, bits)), scales.dtype)
     return mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits)
+
+
+def _product(left: mx.array, half: Half, bits: int | None, group_size: int, *, transpose: bool) -> mx.array:
+    if isinstance(half, tuple):
+        packed, scales, biases = half
+        return mx.quantized_matmul(left, packed, scales, biases, transpose=transpose, group_size=group_size, bits=bits)
+    rows: mx.array = half.swapaxes(-1, -2) if transpose else half
+    return left @ rows

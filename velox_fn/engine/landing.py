@@ -1,14 +1,12 @@
 """How a block enters a store, and how what exceeds the budget leaves it."""
 
 import copy
-import functools
-from collections.abc import Callable
 
 import mlx.core as mx
 
 from velox_fn.engine import select
 from velox_fn.engine.fused_evict import evict_rows
-from velox_fn.engine.half import Half, Widths, cut, depending, each, zeroed
+from velox_fn.engine.half import Half, cut, depending, each, zeroed
 from velox_fn.engine.records import arrays, replaced
 from velox_fn.engine.rows import Rows, View, in_temporal_order
 from velox_fn.engine.store import Store, competing, held_rows, overwrites, readable, seen_rows, used_rows
@@ -36,14 +34,13 @@ def land(store: Store, block: Rows, valid: mx.array | None) -> tuple[Store, View
         padding = select.rank_positions(block.ranks) < 0
         block = replaced(block, keys=zeroed(block.keys, padding), values=zeroed(block.values, padding))
         store = replaced(store, ordered=False)
-    if overwrites(store, n_tokens):
-        held = (store.keys, store.values, store.ranks, store.offset)
-        overwrite = _compiled_overwrite(store.widths)
-        keys, values, ranks = overwrite(*held, block.keys, block.values, block.ranks, *window(store.recent))
-        landed = replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False)
-        return replaced(landed, seen_by_all=seen_by_all), (keys, values)
     came = block
     keys, values = store.widths.stored(block.keys, block.values)
+    if overwrites(store, n_tokens):
+        held = (store.keys, store.values, store.ranks, store.offset)
+        keys, values, ranks = _compiled_overwrite(*held, keys, values, block.ranks, *window(store.recent))
+        landed = replaced(store, keys=keys, values=values, ranks=ranks, offset=offset, ordered=False)
+        return replaced(landed, seen_by_all=seen_by_all), (keys, values)
     block = replaced(block, keys=keys, values=values)
     landed = replaced(append(store, block, offset), seen_by_all=seen_by_all)
     if overwrites(landed, n_tokens):  # the next token will. Said now, so that one compiled step serves all from here on
@@ -72,19 +69,19 @@ def without_landing_row(store: Store) -> Store:
 
 
 def overwrite_victim(
-    keys: Half, values: Half, ranks: mx.array, offset: mx.array, block: Rows, widths: Widths, *recent: mx.array
+    keys: Half, values: Half, ranks: mx.array, offset: mx.array, block: Rows, *recent: mx.array
 ) -> tuple[Half, Half, mx.array]:
-    """Put a one-token block, stored in `widths`, in the place of the row that loses. `recent` as `window` gives it.
+    """Put a one-token block, as it is stored, in the place of the row that loses. `recent` as `window` gives it.
 
     MLX reuses a buffer that nobody else holds, so this writes one row; it copies when the old state is still held.
     """
     index = select.victim(select.competing_ranks(ranks, offset, *(recent or (0,))))
-    key, value = widths.stored(block.keys, block.values)
 
     def put(rows: mx.array, row: mx.array) -> mx.array:
         return mx.put_along_axis(rows, index[..., None], row, axis=2)
 
-    return each(put, keys, key), each(put, values, value), mx.put_along_axis(ranks, index, block.ranks, axis=2)
+    keys, values = each(put, keys, block.keys), each(put, values, block.values)
+    return keys, values, mx.put_along_axis(ranks, index, block.ranks, axis=2)
 
 
 def window(recent: int) -> tuple[mx.array, ...]:
@@ -95,16 +92,14 @@ def window(recent: int) -> tuple[mx.array, ...]:
     return (mx.array(recent, mx.int32),) if recent else ()
 
 
-@functools.lru_cache(STEPS_KEPT)
-def _compiled_overwrite(widths: Widths) -> Callable[..., tuple[Half, Half, mx.array]]:
-    """`overwrite_victim` as one compiled function of arrays."""
+def _overwrite(
+    keys: Half, values: Half, ranks: mx.array, offset: mx.array, k: Half, v: Half, rank: mx.array, *recent: mx.array
+) -> tuple[Half, Half, mx.array]:
+    """`overwrite_victim` as a function of arrays."""
+    return overwrite_victim(keys, values, ranks, offset, Rows(keys=k, values=v, ranks=rank), *recent)
 
-    def overwrite(
-        keys: Half, values: Half, ranks: mx.array, offset: mx.array, k: Half, v: Half, rank: mx.array, *recent: mx.array
-    ) -> tuple[Half, Half, mx.array]:
-        return overwrite_victim(keys, values, ranks, offset, Rows(keys=k, values=v, ranks=rank), widths, *recent)
 
-    return mx.compile(overwrite)
+_compiled_overwrite = mx.compile(_overwrite)
 
 
 def append(store: Store, block: Rows, offset: mx.array) -> Store:

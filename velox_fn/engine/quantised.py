@@ -9,13 +9,14 @@ import mlx.core as mx
 
 from velox_fn.engine import select, slots
 from velox_fn.engine.eviction import Eviction, State, StateT
-from velox_fn.engine.half import Widths, cut, widths_of
+from velox_fn.engine.half import AS_THEY_CAME, cut, widths_of
 from velox_fn.engine.landing import written
 from velox_fn.engine.records import replaced
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 from velox_fn.engine.store import Store, quantised_store
 
-NO_WIDTHS: Mapping[str, Any] = MappingProxyType(dataclasses.asdict(Widths()))
+NO_WIDTHS: Mapping[str, Any] = MappingProxyType(dataclasses.asdict(AS_THEY_CAME))
 """The settings of rows that stay as they came."""
 
 
@@ -52,6 +53,17 @@ def quantised(
     widths = widths_of(key_bits, value_bits, group_size)
     if not widths.packed:
         return method
+    return stored_as(method, widths, dataclasses.asdict(widths), {})
+
+
+def stored_as(
+    method: Eviction[StateT], widths: Storage, settings: Mapping[str, Any], params: Mapping[str, mx.array]
+) -> Eviction[StateT]:
+    """`method` with its rows stored so, and with the settings and arrays that say how.
+
+    Raises:
+        ValueError: the method cannot work on quantised rows, or stores them some way already.
+    """
     _check(method, widths)
 
     def init(
@@ -60,17 +72,17 @@ def quantised(
         state: Any = method.init(batch, n_kv_heads, head_dim, value_dim, dtype)
         return replaced(state, store=_begun(method, state.store, widths))
 
-    settings = {**method.settings, **dataclasses.asdict(widths)}
-    return dataclasses.replace(method, init=init, settings=settings)
+    return dataclasses.replace(
+        method,
+        init=init,
+        settings={**method.settings, **settings},
+        params={**method.params, **params},
+        widths=widths,
+    )
 
 
-def widths_of_method(method: Eviction) -> Widths:
-    """How the rows of `method` are stored."""
-    return Widths(**{name: method.settings.get(name, default) for name, default in NO_WIDTHS.items()})
-
-
-def converted(method: Eviction[StateT], state: StateT, widths: Widths) -> StateT:
-    """A state of `method` as one of `quantised(method, ...)` of these widths: its rows are quantised here, and once.
+def converted(method: Eviction[StateT], state: StateT, widths: Storage) -> StateT:
+    """A state of `method` as one whose rows are stored so: its rows are quantised here, and once.
 
     state: with a rank on each row, as `method.scored` gives it.
     """
@@ -106,7 +118,7 @@ def _ranks_since(method: Eviction, state: Any, store: Store) -> mx.array:
     return noted
 
 
-def _begun(method: Eviction, store: Store, widths: Widths) -> Store:
+def _begun(method: Eviction, store: Store, widths: Storage) -> Store:
     if store.warm_up:
         raise ValueError(_NO_FILTERS)
     begun = quantised_store(store, widths)
@@ -116,11 +128,16 @@ def _begun(method: Eviction, store: Store, widths: Widths) -> Store:
     return replaced(begun, span=replaced(store.span, ranks=(mx.full(shape, select.PADDING),)))
 
 
-def _check(method: Eviction, widths: Widths) -> None:
-    if widths.value_bits is not None and method.settings.get("merge"):
+def _check(method: Eviction, widths: Storage) -> None:
+    if method.widths.packed:
+        raise ValueError(
+            f"the rows of {method.name} are stored as {method.widths} already, and a row is quantised once; store them "
+            "one way only"
+        )
+    if widths.n_arrays[1] > 1 and method.settings.get("merge"):
         raise ValueError(
             f"merge={method.settings['merge']} adds to stored values, and the bits of a quantised row do not change "
-            "after it came; leave value_bits out (key_bits alone can stay), or merge"
+            "after it came; leave value_bits or codebooks out (key_bits alone can stay), or merge"
         )
     if method.shown is not None:
         raise ValueError(

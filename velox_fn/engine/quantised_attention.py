@@ -3,8 +3,9 @@
 import mlx.core as mx
 
 from velox_fn.engine.eviction import State
-from velox_fn.engine.half import Half, Widths, one_array
+from velox_fn.engine.half import Half, one_array
 from velox_fn.engine.rows import View
+from velox_fn.engine.storage import Storage
 
 
 def attend(
@@ -34,7 +35,7 @@ def attend(
 
 
 def quantised_attention(
-    widths: Widths,
+    widths: Storage,
     queries: mx.array,
     keys: Half,
     values: Half,
@@ -43,29 +44,21 @@ def quantised_attention(
     mask: mx.array | str | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """`attend` over rows of these widths. Each half is read by a product of its own, quantised or not."""
+    """`attend` over rows that are stored so. Each half is read by a product of its own, quantised or not."""
     batch, n_heads, n_tokens, head_dim = queries.shape
     n_kv_heads, n_rows = one_array(keys).shape[1:3]
     n_shared = n_heads // n_kv_heads
     # The query heads that share a KV head are rows of one product, so no row is read twice.
     grouped = (queries * scale).reshape(batch, n_kv_heads, n_shared * n_tokens, head_dim)
-    logits = _product(grouped, keys, widths.key_bits, widths.group_size, transpose=True)
+    logits = widths.logits(grouped, keys)
     logits = _masked(logits.reshape(batch, n_heads, n_tokens, n_rows), mask)
     if sinks is not None:
         column = mx.broadcast_to(sinks.astype(logits.dtype)[:, None, None], (batch, n_heads, n_tokens, 1))
         logits = mx.concatenate([logits, column], axis=-1)
     weights = mx.softmax(logits, axis=-1, precise=True)[..., :n_rows]
     weights = weights.reshape(batch, n_kv_heads, n_shared * n_tokens, n_rows)
-    output = _product(weights, values, widths.value_bits, widths.group_size, transpose=False)
+    output = widths.weighted(weights, values)
     return output.reshape(batch, n_heads, n_tokens, -1)
-
-
-def _product(left: mx.array, half: Half, bits: int | None, group_size: int, *, transpose: bool) -> mx.array:
-    if isinstance(half, tuple):
-        packed, scales, biases = half
-        return mx.quantized_matmul(left, packed, scales, biases, transpose=transpose, group_size=group_size, bits=bits)
-    rows: mx.array = half.swapaxes(-1, -2) if transpose else half
-    return left @ rows
 
 
 def _masked(logits: mx.array, mask: mx.array | str | None) -> mx.array:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar, dataclass_transform
 import chex
 import mlx.core as mx
 
+from velox_fn.engine.constants import Constants
+
 _Record = TypeVar("_Record")
 
 
@@ -77,18 +79,23 @@ def statics(state: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(part):
             found[field.name] = statics(part)
         elif not arrays(part):
-            found[field.name] = part
+            found[field.name] = part.digest if isinstance(part, Constants) else part
     return found
 
 
 def with_statics(state: _Record, fields: Mapping[str, Any]) -> _Record:
-    """`state` with its static fields replaced by `fields`, in the form of `statics(state)`, also after JSON."""
+    """`state` with its static fields replaced by `fields`, in the form of `statics(state)`, also after JSON.
+
+    Constants stay.
+    """
     return replaced(state, **{name: _static(getattr(state, name), value) for name, value in fields.items()})
 
 
 def _static(part: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
         return with_statics(part, value)
+    if isinstance(part, Constants):
+        return part
     return tuple(_static(None, one) for one in value) if isinstance(value, list) else value  # JSON has no tuples
 
 

@@ -15,7 +15,7 @@ from velox_fn.engine import checks
 from velox_fn.engine.appending import append, room
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.fused_evict import resolve_metal
-from velox_fn.engine.half import Half, Widths, cut, depending
+from velox_fn.engine.half import Half, cut, depending
 from velox_fn.engine.landing import (
     GROWTH,
     STEPS_KEPT,
@@ -63,7 +63,8 @@ def static_update(
     if valid is None and overwrites(store, n_tokens):
         held = (store.keys, store.values, store.ranks, store.offset)
         counts = (mx.array(store.staying, mx.int32), *window(store.recent))
-        k, v, ranks, offset = _compiled_step(score, store.widths)(held, (keys, values), counts, params)
+        row = store.widths.stored(keys, values)
+        k, v, ranks, offset = _compiled_step(score)(held, (keys, values), row, counts, params)
         seen = store.seen_by_all + 1
         return replaced(store, keys=k, values=v, ranks=ranks, offset=offset, ordered=False, seen_by_all=seen), (k, v)
     ranks = static_ranks(store, keys, values, score, params, valid)
@@ -132,19 +133,21 @@ def _compiled_ranks(score: Score) -> Callable[..., mx.array]:
 
 
 @functools.lru_cache(STEPS_KEPT)
-def _compiled_step(score: Score, widths: Widths) -> Callable[..., tuple[Any, ...]]:
+def _compiled_step(score: Score) -> Callable[..., tuple[Any, ...]]:
     """One token over budget as one compiled function of arrays: it traces once per shape, never per step.
 
-    Its arguments: keys, values, ranks and offset of the store; key and value of the token; `staying` and `window`;
-    params.
+    Its arguments: keys, values, ranks and offset of the store; key and value of the token, as they came and as they are
+    stored; `staying` and `window`; params.
     """
 
-    def step(held: tuple[Half, ...], token: Params, counts: Params, params: Params) -> tuple[Any, ...]:
+    def step(
+        held: tuple[Half, ...], token: Params, row: tuple[Half, Half], counts: Params, params: Params
+    ) -> tuple[Any, ...]:
         keys, values, ranks, offset = held
-        k, v = token
-        staying, *recent = counts
-        block = Rows(keys=k, values=v, ranks=_ranks(score, staying, offset[:, None, None], k, v, *params))
-        keys, values, ranks = overwrite_victim(keys, values, ranks, offset, block, widths, *recent)
+        (k, v), (staying, *recent) = token, counts
+        own = _ranks(score, staying, offset[:, None, None], k, v, *params)
+        block = Rows(keys=row[0], values=row[1], ranks=own)
+        keys, values, ranks = overwrite_victim(keys, values, ranks, offset, block, *recent)
         offset = offset + 1
         return keys, depending(values, [ranks, offset]), ranks, offset  # as in landing.tied
 

@@ -12,10 +12,11 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, select
 from velox_fn.engine.fused_evict import resolve_metal
-from velox_fn.engine.half import Half, Widths, cut, float_dtype, one_array
+from velox_fn.engine.half import AS_THEY_CAME, Half, cut, float_dtype, one_array
 from velox_fn.engine.records import record, replaced
 from velox_fn.engine.rows import Rows, gather_rows, in_temporal_order, temporal_order
 from velox_fn.engine.span import Span
+from velox_fn.engine.storage import Storage
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of positions, in order and apart."""
@@ -41,7 +42,7 @@ class Store:
     unscored: int = 0  # the last so many used rows have no rank yet: only while the rows are all tokens, in order
     pinned: tuple[Ranges, ...] = ()  # positions of each sequence that never leave beside the sinks; (): there are none
     span: Span | None = None  # the tokens since the last boundary, where rows leave at intervals; they have no ranks
-    widths: Widths = Widths()  # how rows are stored
+    widths: Storage = AS_THEY_CAME  # how rows are stored
     chunk: int = 1  # positions that compete as one (`chunks`): more only where rows leave at intervals
 
     @property
@@ -132,8 +133,8 @@ def init_store(
     )
 
 
-def quantised_store(store: Store, widths: Widths) -> Store:
-    """An empty store, whose rows will be kept in `widths`. ValueError where its dimensions do not allow them."""
+def quantised_store(store: Store, widths: Storage) -> Store:
+    """An empty store, whose rows will be kept so. ValueError where its dimensions do not allow them."""
     keys, values = widths.empty(store.keys, store.values)
     return replaced(store, keys=keys, values=values, widths=widths)
 
