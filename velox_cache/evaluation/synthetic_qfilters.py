@@ -2,8 +2,9 @@
 
 Two geometries. `paper_like`: each head has an axis; a tenth of the keys lie far along it, and the queries point there,
 so those keys get the attention. `isotropic`: keys and queries are Gaussian, and no direction means anything. Every
-method takes the keys in as one block, without seeing the probe queries; H2O gets the keys as stand-ins for queries.
-Perturbation is |output over kept rows - output over all rows| / |output over all rows|, over all probe queries.
+method takes the keys in as one block, without seeing the probe queries, and protects no recent rows; H2O gets the keys
+as stand-ins for queries. Perturbation is |output over kept rows - output over all rows| / |output over all rows|, over
+all probe queries.
 """
 
 from collections.abc import Sequence
@@ -81,7 +82,7 @@ def _draw(geometry: str, n_tokens: int, budget: int, seed: int) -> list[Syntheti
         "sign=+1": qfilters(budget=budget, calib_tokens=CALIB_TOKENS),
         "sign=-1": qfilters(budget=budget, calib_tokens=CALIB_TOKENS, sign=-1),
         "l2norm": l2norm(budget=budget),
-        "h2o": h2o(budget=budget),
+        "h2o": h2o(budget=budget, grace=0),
         "random": random_eviction(budget=budget, seed=seed),
     }
     found = {name: perturbation(method, keys, values, queries) for name, method in methods.items()}

@@ -161,5 +161,11 @@ def test_no_arm_wins_by_much_where_no_direction_means_anything(synthetic):
     assert all(one.filter_cosine is None for one in isotropic)
 
 
+def test_h2o_protects_no_more_recent_rows_than_the_other_arms(synthetic):
+    found = next(one for one in synthetic if (one.geometry, one.seed, one.arm) == ("paper_like", 0, "h2o"))
+    keys, values, queries, _ = planted_heads("paper_like", 256, seed=0)
+    assert found.perturbation == perturbation(h2o(budget=64, grace=0), keys, values, queries)
+
+
 def test_synthetic_numbers_are_the_same_twice(synthetic):
     assert synthetic_qfilters((256,), (64,), n_seeds=3) == synthetic
