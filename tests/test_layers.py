@@ -154,7 +154,7 @@ ROOMS = {
     "harness": {"known_methods", "file_checks", "caches", "introspection", "calibration", "installation"},
     "learning": {"file_checks", "calibration", "harness"},
     "evaluation": {"known_methods", "distributed", "caches", "introspection", "calibration", "installation", "harness"}
-    | {"file_checks", "serving", "compression"},
+    | {"file_checks", "recommended", "serving", "compression"},
     "bench": {
         "recommended",
         "doctor",

@@ -63,7 +63,8 @@ class InstallReport:
 
     def __str__(self) -> str:
         bounded = [entry for entry in self.layers if entry.bounded]
-        settings = ", ".join(f"{name}={_in_short(value)}" for name, value in self.settings.items())
+        shown = {name: value if self.shares is None else _in_short(value) for name, value in self.settings.items()}
+        settings = ", ".join(f"{name}={value}" for name, value in shown.items())
         lines = [f"{self.method} ({settings}) bounds {len(bounded)} of {len(self.layers)} layers"]
         for reason in dict.fromkeys(entry.reason for entry in self.layers if not entry.bounded):
             skipped = [str(entry.layer) for entry in self.layers if entry.reason == reason]
@@ -233,7 +234,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _in_short(value: Any) -> Any:
-    """A setting, where layers or heads differ the least and the largest."""
+    """A setting; where layers or heads differ the least and the largest."""
     layers = value if isinstance(value, list) else []
     found = [one for of_layer in layers for one in (of_layer if isinstance(of_layer, list) else [of_layer])]
     return f"{min(found)} to {max(found)}" if found and all(isinstance(one, int) for one in found) else value

@@ -187,7 +187,7 @@ def test_rows_that_count_as_kept_are_those_that_an_installed_cache_keeps(
     [block] = observed_prefill(model, tokens, len(tokens))
     kept = [np.array(row_losses._kept(call, len(tokens), calibrated, ("learned",), WHOLE)) for call in block]
     for number, share in enumerate(row_losses.SHARES):
-        vc.install(model, "learned", budget=int(share * len(tokens)), calibration=calibrated)
+        vc.install(model, "learned", budget=int(share * len(tokens)), shares=None, calibration=calibrated)
         caches = make_prompt_cache(model)
         mx.eval(model(mx.array([tokens]), cache=caches))
         for layer, cache in enumerate(caches):

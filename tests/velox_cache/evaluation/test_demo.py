@@ -76,7 +76,10 @@ def test_the_first_arm_must_be_the_full_cache(tiny_model):
 def test_arms_are_methods_times_budgets():
     arms = default_arms([24, 16])
     assert {arm.method for arm in arms[1:]} <= set(METHODS)
-    assert [arm.settings for arm in arms if arm.method == "fusion"] == [{"budget": 24}, {"budget": 16}]
+    assert [arm.settings for arm in arms if arm.method == "fusion"] == [
+        {"budget": 24, "shares": "auto"},
+        {"budget": 16, "shares": "auto"},
+    ]
 
 
 def test_the_table_has_a_row_for_each_arm(results):
