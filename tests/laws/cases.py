@@ -128,7 +128,7 @@ AS_STORED = [case for case in CASES if not case.arguments.get("renumber")]  # at
 STATIC = [case for case in CASES if case.make().static]
 _BOOKS = codebook_settings(4, H, D, D_V)
 CODED = [Case("l2norm", "codebooks", _BOOKS), Case("h2o", "codebooks", {"grace": 4, **_BOOKS})]
-"""Rows stored by codebooks, for the laws that the other cases are held to by `test_quantised`."""
+"""Rows stored by codebooks, for laws of what is around a method; its own laws are held in `test_quantised`."""
 
 
 def by_proxy_and_queries(cases: Iterable[Case]) -> pytest.MarkDecorator:
