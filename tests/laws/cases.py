@@ -11,8 +11,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibrated import codebook_settings
 
 from velox_fn import METHODS, Eviction, RopeSpec
+from velox_fn.engine.codebooks import ARRAYS as CODEBOOKS
 from velox_fn.registry import BUILT_IN
 from velox_fn.testing import LAYER
 
@@ -106,7 +108,7 @@ class Case:
     def make(self, **changes: Any) -> Eviction:
         method = BUILT_IN[self.method]
         common = {"budget": BUDGET, "n_sink": N_SINK} | self.arguments | changes
-        taken = {*method.defaults, "interval", "pinned"}
+        taken = {*method.defaults, *method.settings, *CODEBOOKS}
         return method.make(**{name: value for name, value in common.items() if name in taken})
 
     @property
@@ -124,6 +126,9 @@ CASES = [
 ]
 AS_STORED = [case for case in CASES if not case.arguments.get("renumber")]  # attention sees the rows themselves
 STATIC = [case for case in CASES if case.make().static]
+_BOOKS = codebook_settings(4, H, D, D_V)
+CODED = [Case("l2norm", "codebooks", _BOOKS), Case("h2o", "codebooks", {"grace": 4, **_BOOKS})]
+"""Rows stored by codebooks, for laws of what is around a method; its own laws are held in `test_quantised`."""
 
 
 def by_proxy_and_queries(cases: Iterable[Case]) -> pytest.MarkDecorator:

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import CASES, H_Q, Case, D, H
+from cases import CASES, CODED, H_Q, Case, D, H
 
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.caches.tiered import TieredKVCache
@@ -19,7 +19,7 @@ LAYER = Layer(n_kv_heads=2 * H, n_heads=2 * H_Q)
 HEADS = ((0, 3), (1,), (2,))
 BUDGETS = (13, 24, 16)
 SHARED = H_Q // H
-BY_HEAD = [case for case in CASES if not BUILT_IN[case.method].pools_heads]
+BY_HEAD = [case for case in (*CASES, *CODED) if not BUILT_IN[case.method].pools_heads]
 
 
 def of_heads(case: Case, heads: Sequence[int], budget: int, **changes: Any) -> Eviction:
@@ -60,13 +60,13 @@ def tokens_of(n_tokens: int) -> Any:
     return block(n_tokens, layer=LAYER)
 
 
-FIRST_OF_EACH = {case.method: case for case in reversed(BY_HEAD)}
+QUICK = [*{case.method: case for case in reversed(BY_HEAD)}.values(), *CODED]
 
 
 @pytest.mark.parametrize(
     ("case", "interval"),
     [
-        pytest.param(case, interval, marks=() if interval == 1 or case in FIRST_OF_EACH.values() else pytest.mark.slow)
+        pytest.param(case, interval, marks=() if interval == 1 or case in QUICK else pytest.mark.slow)
         for case in BY_HEAD
         for interval in (1, 8)
     ],
@@ -100,7 +100,7 @@ def test_each_head_keeps_what_it_keeps_alone(case: Case, interval: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in BY_HEAD if case.label in ("", "calibrated", "sum", "block")], ids=str
+    "case", [case for case in BY_HEAD if case.label in ("", "calibrated", "sum", "block", "codebooks")], ids=str
 )
 def test_a_saved_cache_and_a_copy_go_on_alike(case: Case) -> None:
     tokens, calls = tokens_of(40), [30, *[1] * 10]

@@ -1,11 +1,13 @@
 """Random calibrations for the methods that can do nothing without one."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.score_choice import FEATURES, ScoreChoice
 from velox_cache.calibration.statistics import LayerStatistics
-from velox_fn import SCORERS, RopeSpec
+from velox_fn import SCORERS, RopeSpec, made_codebooks
 from velox_fn.methods.fusion import TERMS, term_names
 from velox_fn.registry import method_named
 
@@ -39,6 +41,23 @@ def random_calibration(n_layers=2, n_heads=2, head_dim=8):
         terms=tuple(SCORERS),
         scores=ScoreChoice(FEATURES[-1], 0.1),
     )
+
+
+def codebook_settings(bits, n_heads=2, head_dim=8, value_dim=None, seed=0):
+    """The settings and arrays of one layer by which rows are stored in so many bits a number."""
+    widths = head_dim, value_dim or head_dim
+    keys, values = (mx.random.normal((n_heads, 99, width), key=mx.random.key(seed + width)) for width in widths)
+    return {"codebooks": bits, **made_codebooks(keys, values, bits)}
+
+
+def with_codebooks(calibration, bits):
+    """The calibration with codebooks of so many bits a number, each layer's its own."""
+    statistics = []
+    for layer, own in enumerate(calibration.statistics):
+        arrays = codebook_settings(bits, *own.mean_keys.shape, seed=1000 * layer)
+        del arrays["codebooks"]
+        statistics.append(replace(own, **arrays))
+    return replace(calibration, statistics=statistics)
 
 
 def needed_calibration(method, n_layers=2, n_heads=2, head_dim=8):

@@ -13,6 +13,21 @@ from velox_fn.method import Method
 from velox_fn.methods.fusion import arrays_taken, term_names
 
 
+def layer_arrays(
+    method: Method, settings: Mapping[str, Any], calibration: Calibration | None, layer: int
+) -> dict[str, mx.array]:
+    """What one layer takes of a calibration under these settings, by argument name: what `method` scores by, and the
+    codebooks that rows are stored by.
+
+    Raises ValueError when something of it is lacking, or when nothing is taken of a calibration that is given.
+    """
+    books = settings.get("codebooks")
+    arrays = {} if books is None else codebook_arrays(calibration, layer, books)
+    if calibration is not None and (method.calibrated or books is None):
+        arrays |= calibrated_params(method, calibration, layer, settings)
+    return arrays
+
+
 def calibrated_params(
     method: Method,
     calibration: Calibration,

@@ -58,7 +58,7 @@ def check_settings(method: Method, settings: Mapping[str, Any], *, calibrated: b
         if name not in method.settings:
             raise ValueError(f"{method.label} has no setting {name!r}; its settings are {', '.join(method.settings)}")
     check_budget(settings.get("budget"))
-    if settings.get("codebooks") is not None:  # whose arrays come from a calibration: the rest is looked at without
+    if settings.get("codebooks") is not None:  # what else they do not go with is told once their arrays are there
         check_one_storage(settings)
         settings = {name: value for name, value in settings.items() if name != "codebooks"}
     waits = method.needs_calibration or (calibrated and method.calibrated)

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from velox_cache.calibration.artifact import Calibration, load_calibration
 from velox_cache.calibration.calibrating import Tokenizer
 from velox_cache.calibration.made_once import check_weights, found_calibration, made_calibration
-from velox_cache.calibration.method_arrays import calibrated_params, codebook_arrays
+from velox_cache.calibration.method_arrays import codebook_arrays, layer_arrays
 from velox_cache.introspection.plan import check_one_attention_a_layer
 from velox_fn.method import Method
 
@@ -87,12 +87,8 @@ def wants_calibration(method: Method) -> bool:
 
 def _serves(found: Calibration, method: Method, settings: Mapping[str, Any], layer: int) -> bool:
     """Whether a calibration holds what the method takes: one that an older version made may not."""
-    books = settings.get("codebooks")
     try:
-        if books is not None:
-            codebook_arrays(found, layer, books)
-        if method.calibrated or books is None:
-            calibrated_params(method, found, layer, settings)
+        layer_arrays(method, settings, found, layer)
     except ValueError:
         return False
     return True

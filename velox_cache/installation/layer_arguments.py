@@ -7,7 +7,7 @@ from typing import Any
 import mlx.nn as nn
 
 from velox_cache.calibration.artifact import Calibration
-from velox_cache.calibration.method_arrays import calibrated_params, codebook_arrays
+from velox_cache.calibration.method_arrays import layer_arrays
 from velox_cache.introspection.key_layouts import KeyLayouts
 from velox_cache.introspection.latents import caches_latents
 from velox_cache.introspection.rope import ModelRopes
@@ -47,12 +47,7 @@ def layer_arguments(
             "this method scores rows in units that come from a calibration, and none is given: run `velox calibrate`, "
             "and give the file that it makes as calibration= (--calibration)"
         )
-    arguments: dict[str, Any] = {}
-    books = settings.get("codebooks")
-    if books is not None:
-        arguments |= codebook_arrays(calibration, layer, books)
-    if calibration is not None and (method.calibrated or books is None):
-        arguments |= calibrated_params(method, calibration, layer, settings)
+    arguments: dict[str, Any] = layer_arrays(method, settings, calibration, layer)
     if "layer" in method.place:
         arguments["layer"] = shard.first_layer + layer
     if "first_head" in method.place:

@@ -1,16 +1,17 @@
 """Tokens that a cache only appends: what it hands over is what the method makes of them, and it does not change."""
 
 import copy
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from calibrated import needed_arrays
+from calibrated import codebook_settings, needed_arrays
 
 from velox_cache import EvictingKVCache
 from velox_fn import METHODS, Eviction, arrays, kv
 from velox_fn.engine.records import statics
-from velox_fn.registry import method_factory
+from velox_fn.registry import method_factory, method_named
 from velox_fn.testing import bits
 
 H, D, BUDGET, INTERVAL = 2, 8, 40, 8
@@ -18,18 +19,24 @@ _rng = np.random.default_rng(0)
 KEYS, VALUES = (mx.array(_rng.standard_normal((1, H, 80, D)).astype(np.float32)) for _ in range(2))
 
 
-def make(name: str, interval: int) -> Eviction:
-    return method_factory(name)(budget=BUDGET, interval=interval, **needed_arrays(name))
+def make(name: str, interval: int, **settings: Any) -> Eviction:
+    return method_named(name).make(budget=BUDGET, interval=interval, **needed_arrays(name), **settings)
 
 
 def tokens(start: int, stop: int) -> tuple[mx.array, mx.array]:
     return KEYS[:, :, start:stop], VALUES[:, :, start:stop]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, {}) for name in METHODS), ("l2norm", codebook_settings(4, H, D))],
+    ids=[*METHODS, "codebooks"],
+)
 @pytest.mark.parametrize("interval", [1, INTERVAL])
-def test_the_record_is_that_of_the_method_and_later_tokens_do_not_change_it(name: str, interval: int) -> None:
-    method = make(name, interval)
+def test_the_record_is_that_of_the_method_and_later_tokens_do_not_change_it(
+    name: str, settings: dict[str, Any], interval: int
+) -> None:
+    method = make(name, interval, **settings)
     cache, state = EvictingKVCache(method), method.init(1, H, D)
     handed = []
     for t in range(60):

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from calibrated import random_calibration
+from calibrated import random_calibration, with_codebooks
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -19,12 +19,13 @@ from velox_cache.caches.tiered import TieredKVCache
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.loss_table import LossTable
 from velox_cache.introspection.query_tap import row_caches
-from velox_fn import kept_positions
+from velox_fn import kept_positions, kv
 
 PROMPT = [(11 * i * i + 5 * i) % 97 for i in range(90)]
 FOUR: dict[str, Any] = {"num_key_value_heads": 4, "num_attention_heads": 8}
 BUDGETS = [[40, 16, 40, 24], [24, 32, 32, 24]]
 SHARES = (0.03125, 0.0625, 0.125, 0.25, 0.5)
+BY_CODEBOOKS = {"codebooks": 4, "calibration": with_codebooks(random_calibration(n_heads=4), 4)}
 
 
 @pytest.fixture
@@ -67,14 +68,17 @@ def test_each_head_has_its_budget(model: nn.Module) -> None:
     assert held == n_rows * (row + 8) + 4 * sum(len(cache.tiers) for cache in caches)
 
 
-def test_first_layer_keeps_what_each_head_keeps_under_that_budget_for_all(model: nn.Module) -> None:
-    vc.install(model, "l2norm", budget=BUDGETS)
-    _, caches = read(model, [len(PROMPT)])
-    own = kept(caches)[0]
-    for head, budget in enumerate(BUDGETS[0]):
-        vc.install(model, "l2norm", budget=budget)
-        _, alike = read(model, [len(PROMPT)])
-        assert np.array(kept_positions(alike[0].record))[0, head].tolist() == own[head]
+@pytest.mark.parametrize("settings", [{}, BY_CODEBOOKS], ids=["as they came", "codebooks"])
+def test_first_layer_keeps_what_each_head_keeps_under_that_budget_for_all(
+    model: nn.Module, settings: dict[str, Any]
+) -> None:
+    vc.install(model, "l2norm", budget=BUDGETS, **settings)
+    [cache, _] = read(model, [len(PROMPT)])[1]
+    for tier, heads in zip(cache.tiers, cache.heads.of_each, strict=True):
+        vc.install(model, "l2norm", budget=BUDGETS[0][heads[0]], **settings)
+        [alike, _] = read(model, [len(PROMPT)])[1]
+        for view in (kept_positions, lambda record: kv(record)[0], lambda record: kv(record)[1]):
+            np.testing.assert_array_equal(np.array(view(tier.record)), np.array(view(alike.record))[:, list(heads)])
 
 
 def test_logits_are_those_of_attention_with_rows_masked(model: nn.Module) -> None:
