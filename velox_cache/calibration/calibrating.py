@@ -82,11 +82,8 @@ def calibrate(
     twice. Models with latent attention have none.
 
     losses: whether what budgets cost each head is measured too, for `install(shares="calibrated")`: the model reads up
-    to three parts of the texts once more, of up to 1,280 tokens each. Texts of fewer than 384 tokens, and models with
-    latent attention, have none, nor have those whose attention does not end with a matrix.
-
-    codebooks: bits of a number, 1, 2 or 4, for which codebooks are made too, for `install(codebooks=...)`, of the rows
-    of up to 2,048 tokens. Models with latent attention have none.
+    to three parts of the texts once more, of up to 1,280 tokens each. Texts of fewer than 384 tokens have none, nor
+    have models with latent attention or whose attention does not end with a matrix; `progress` warns why.
 
     Raises ValueError when the texts have fewer than 64 tokens, or fewer than 4 different ones, when the model computes
     attention by hand or from no plain KV cache, or when its queries are not finite; RuntimeError when another rank
@@ -144,7 +141,7 @@ def calibrate(
         scores=choice,
         weights=weights_digest(model),
     )
-    if losses and not caches_latents(model):
+    if losses:
         made = with_losses(made, model, sequences, shard, everyone, shown=shown)
     if codebooks is not None:
         made = with_codebooks(made, model, sequences, codebooks, shard, everyone, shown=shown)
