@@ -148,7 +148,7 @@ ROOMS = {
     "calibration": {"file_checks", "cache_folder", "progress", "slow_blas", "distributed", "introspection"},
     "installation": {"recommended", "known_methods", "caches", "introspection", "calibration"},
     "advice": {"introspection", "installation"},
-    "architectures": {"introspection", "installation"},
+    "architectures": {"introspection", "calibration", "installation"},
     "compat": {"known_methods", "caches", "introspection", "calibration", "installation"},
     "serving": {"installation", "introspection", "caches"},
     "harness": {"known_methods", "file_checks", "caches", "introspection", "calibration", "installation"},

@@ -25,8 +25,11 @@ kinds of layers otherwise than its small one here; `velox inspect-model MODEL` s
   its layers take no masks of their own, mlx_lm has no batches of it, or it does not run where this page was written.
   Those of every other serve batches.
 
-| architecture | bounded | true queries | renumber | alone | left alone or refused |
-|---|---|---|---|---|---|
+- *losses*: whether `velox calibrate --losses` can measure what budgets cost each head, which `shares="calibrated"` and
+  `"calibrated-layers"` take ([budgets.md](budgets.md#what-a-calibration-measures)).
+
+| architecture | bounded | true queries | renumber | losses | alone | left alone or refused |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -66,7 +69,7 @@ def _row(name: str, each: Verdict, notes: _Notes) -> str:
     of_kind = f" ({', '.join(str(notes.number(kind)) for kind in kinds)})" if kinds else ""
     others = sorted({notes.number(entry.reason) for entry in each.layers if not entry.bounded})
     cells = [name, f"{bounded} of {len(each.layers)}{of_kind}"]
-    for reason in (each.no_queries, each.no_renumbering):
+    for reason in (each.no_queries, each.no_renumbering, each.no_losses):
         cells.append("yes" if reason is None else f"no ({notes.number(_general(name, reason))})" if bounded else "")
     no_budgets = None if each.no_budgets is None else f"refused ({notes.number(each.no_budgets)})"
     cells += [no_budgets or ("yes" if each.alone else ""), ", ".join(map(str, others))]

@@ -1,12 +1,13 @@
 """What `install` would do with a model: by layers, by the model's own queries, by turning its keys again."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from velox_cache.calibration.layers_with_losses import why_no_losses
 from velox_cache.installation.installing import install, uninstall
 from velox_cache.introspection.plan import LayerPlan, plan_layers
 
@@ -20,6 +21,7 @@ class Verdict:
     no_renumbering: str | None  # why renumber=True is
     alone: bool  # with budgets per layer its caches serve one sequence at a time
     no_budgets: str | None = None  # why budgets per layer are refused
+    no_losses: str | None = None  # why a calibration cannot measure what budgets cost
 
     @property
     def bounded(self) -> bool:
@@ -40,6 +42,7 @@ def verdict(model: nn.Module) -> Verdict:
         _refusal(model, "h2o", budget=64),
         _refusal(model, "streaming_llm", budget=64, renumber=True),
         *_budgets(model),
+        _tried(lambda: why_no_losses(model)),
     )
 
 
@@ -69,19 +72,30 @@ def in_words(found: Verdict) -> Mapping[str, str]:
         said["budgets"] = (
             "with budgets per layer its caches serve one sequence at a time; with one for all, batches too"
         )
+    if found.no_losses is not None:
+        said["losses"] = f'shares="calibrated" is refused: {found.no_losses}'
     return said
 
 
 def _refusal(model: nn.Module, method: str, **settings: Any) -> str | None:
+    def reason() -> str | None:
+        try:
+            install(model, method, **settings)
+        except ValueError as error:
+            return str(error)
+        finally:
+            uninstall(model)
+        return None
+
+    return _tried(reason)
+
+
+def _tried(reason: Callable[[], str | None]) -> str | None:
+    """What `reason` says, or that the model does not run here: one of Metal kernels, where there is no Metal."""
     try:
-        install(model, method, **settings)
-    except ValueError as error:
-        return str(error)
-    except RuntimeError as error:  # a model of Metal kernels, where there is no Metal
+        return reason()
+    except RuntimeError as error:
         return f"could not be tried on this machine: {error}"
-    finally:
-        uninstall(model)
-    return None
 
 
 def _budgets(model: nn.Module) -> tuple[bool, str | None]:

@@ -82,8 +82,8 @@ def calibrate(
     twice. Models with latent attention have none.
 
     losses: whether what budgets cost each head is measured too, for `install(shares="calibrated")`: the model reads up
-    to three parts of the texts once more, of up to 1,280 tokens each. Texts of fewer than 384 tokens, and models with
-    latent attention, have none, nor have those whose attention does not end with a matrix.
+    to three parts of the texts once more, of up to 1,280 tokens each. Texts of fewer than 384 tokens have none, nor
+    have models with latent attention or whose attention does not end with a matrix; `progress` warns why.
 
     codebooks: bits of a number, 1, 2 or 4, for which codebooks are made too, for `install(codebooks=...)`, of the rows
     of up to 2,048 tokens. Models with latent attention have none.
@@ -144,7 +144,7 @@ def calibrate(
         scores=choice,
         weights=weights_digest(model),
     )
-    if losses and not caches_latents(model):
+    if losses:
         made = with_losses(made, model, sequences, shard, everyone, shown=shown)
     if codebooks is not None:
         made = with_codebooks(made, model, sequences, codebooks, shard, everyone, shown=shown)

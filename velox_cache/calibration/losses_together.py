@@ -1,5 +1,6 @@
 """Add to a calibration what budgets cost each head, measured by one process or by several together."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -8,8 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from velox_cache.calibration.artifact import Calibration
+from velox_cache.calibration.layers_with_losses import why_no_losses
 from velox_cache.calibration.loss_table import LossTable
-from velox_cache.calibration.passages import context_length, passages
+from velox_cache.calibration.passages import LEAST_CONTEXT, N_LATER, context_length, passages
 from velox_cache.calibration.row_losses import METHODS, SHARES, LossSums, measured_losses, no_loss_sums
 from velox_cache.distributed.collectives import Group, broadcast, failing_together, own_share, summed
 from velox_cache.introspection.shard import ModelShard
@@ -28,12 +30,16 @@ def with_losses(
     """The calibration with losses, measured on passages of the sequences, one after the other.
 
     calibration: the whole model's, the same on every rank. group: ranks that hold the whole model each, or the ranks
-    of `shard`. shown: whether progress is told. The calibration comes back as it was where the sequences are not long
-    enough, and where a layer's losses cannot be seen.
+    of `shard`. shown: whether progress is told, and a warning that there are none. The calibration comes back as it was
+    where the sequences are not long enough, and where losses of this model cannot be measured.
     """
     tokens = list(chain.from_iterable(sequences))
-    parts = passages(tokens)
+    parts, reason = passages(tokens), why_no_losses(model, group)
     if not parts:
+        reason = reason or f"the texts hold {len(tokens)} tokens, and losses need {LEAST_CONTEXT + N_LATER}"
+    if reason is not None:
+        if shown:
+            warnings.warn(f"the calibration holds no losses: {reason}", stacklevel=3)
         return calibration
     methods = tuple(name for name in METHODS if name != "learned" or calibration.scores is not None)
     apart = group if shard.group is None else None
@@ -48,7 +54,7 @@ def with_losses(
             continue
         whole = _whole(sums.get(layer - shard.first_layer), filters.shape[0], len(methods), shard, group)
         found = whole.mean()
-        if found is None:
+        if found is None:  # a long call is not made as the short one was
             return calibration
         losses.append(found if group is None else broadcast(found, group))
     statistics = [

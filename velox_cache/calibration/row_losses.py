@@ -16,6 +16,7 @@ import numpy as np
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.default_recent import recent_share, with_default_recent
 from velox_cache.calibration.head_projections import head_grams
+from velox_cache.calibration.layers_with_losses import paired
 from velox_cache.calibration.method_arrays import calibrated_params
 from velox_cache.calibration.passages import Passage
 from velox_cache.introspection.attention_outputs import AttentionOutput, attention_outputs
@@ -76,7 +77,7 @@ def measured_losses(
             with attention_outputs(model, caches_of_later) as outputs:
                 [block] = observed_prefill(model, later, len(later), caches=caches_of_later)
             mx.eval([output.squares for of_layer in outputs.values() for output in of_layer])  # ranks run in step
-            for call, output in _paired(block, outputs):
+            for call, output in paired(block, outputs):
                 if call.layer not in kept:
                     kept[call.layer] = _kept(call, n_context, calibration, methods, shard)
                 key = id(output.projection)
@@ -86,18 +87,6 @@ def measured_losses(
                 found[call.layer] = _with(found.get(call.layer), losses, len(methods))
                 told("measuring losses", 1)
     return found
-
-
-def _paired(
-    block: Sequence[LayerQueries], outputs: Mapping[int, Sequence[AttentionOutput]]
-) -> list[tuple[LayerQueries, AttentionOutput]]:
-    """The calls whose softmax is known, each with what the layer made of it."""
-    pairs = []
-    for layer in dict.fromkeys(call.layer for call in block):
-        calls, made = [call for call in block if call.layer == layer], outputs.get(layer, ())
-        if len(calls) == len(made) and not any(call.terms.keys() - {"sinks"} for call in calls):
-            pairs += list(zip(calls, made, strict=True))
-    return pairs
 
 
 def _unit(output: AttentionOutput) -> mx.array:

@@ -69,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--losses",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure what budgets cost each head, by which heads share the rows (default: yes)",
+        help="measure what each KV head loses at shares of its rows, through its output projection, on up to three "
+        "passages with a far copy each: by this heads share the rows (384 tokens at least; default: yes)",
     )
     parser.add_argument(
         "--codebooks",

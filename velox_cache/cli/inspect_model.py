@@ -50,6 +50,6 @@ def _print_plan(name: str) -> None:
     console.print(table)
     said = dict(in_words(found))
     console.print(f"{model_type(model)}: {said.pop('layers')}")
-    for about in ("queries", "renumbering", "budgets"):  # the others are in the table
+    for about in ("queries", "renumbering", "budgets", "losses"):  # the others are in the table
         if about in said:
             console.print(said[about])

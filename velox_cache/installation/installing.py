@@ -25,7 +25,14 @@ from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of
 from velox_cache.installation.own_attention import IN_TIERS, QUANTISED, check_reads, reads_tiers, tap_of
 from velox_cache.installation.own_masks import look_up_masks, take_masks_as_given
 from velox_cache.installation.parts import call_in_parts, call_whole
-from velox_cache.installation.shares import CALIBRATED, about_shares, check_shares, rule_by_itself, shared_out
+from velox_cache.installation.shares import (
+    CALIBRATED,
+    about_shares,
+    check_has_losses,
+    check_shares,
+    rule_by_itself,
+    shared_out,
+)
 from velox_cache.installation.storage_settings import both_widths
 from velox_cache.installation.tapped import check_shows_queries
 from velox_cache.installation.tiers import settings_of
@@ -167,6 +174,7 @@ def install(
         settings |= terms
         left_out = why_left_out(chosen, **terms) if terms else None
         check_values_read(chosen, settings, model)
+        check_has_losses(shares, model)
         one_layer = next(entry.layer for entry in plan if entry.bounded)
         anew = shares in CALIBRATED
         losses = anew or (shares == AUTO and chosen.label in LOSSES_OF)

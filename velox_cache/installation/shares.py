@@ -7,6 +7,7 @@ import mlx.nn as nn
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.calibrating import Tokenizer
+from velox_cache.calibration.layers_with_losses import why_no_losses
 from velox_cache.calibration.texts import calibration_texts
 from velox_cache.installation.budget_makers import (
     calibrated_budgets,
@@ -15,6 +16,7 @@ from velox_cache.installation.budget_makers import (
     squeeze_budgets,
 )
 from velox_cache.installation.tiers import Tier
+from velox_cache.introspection.query_tap import model_type
 from velox_cache.recommended import AUTO
 from velox_fn.engine import checks
 from velox_fn.engine.pinned import pinned_ranges
@@ -51,6 +53,17 @@ def rule_by_itself(
     rows = asked["budget"] if budget is None else checks.plain(budget)
     protected = asked["n_sink"] + sum(stop - start for start, stop in pinned_ranges(asked["pinned"]))
     return "calibrated" if isinstance(rows, int) and rows // 2 > protected else None
+
+
+def check_has_losses(shares: str | None, model: nn.Module) -> None:
+    """ValueError for a rule that takes losses, on a model of which a calibration cannot have any."""
+    reason = why_no_losses(model) if shares in CALIBRATED else None
+    if reason is not None:
+        raise ValueError(
+            f'shares="{shares}" takes what a calibration has measured that each head loses, and on model type '
+            f'{model_type(model)!r} that cannot be measured: {reason}; take shares="pyramid" or "squeeze", or give '
+            "budget= a list of your own"
+        )
 
 
 def shared_out(
