@@ -27,7 +27,7 @@ import mlx.core as mx
 from velox_fn.engine import checks, select
 from velox_fn.engine.attention import Observed, Queries, attention_mass, observe_rows
 from velox_fn.engine.draws import mixed, uniform
-from velox_fn.engine.dynamic import updated
+from velox_fn.engine.dynamic import both_halves
 from velox_fn.engine.eviction import Eviction, Observation
 from velox_fn.engine.landing import without_landing_row
 from velox_fn.engine.noted import noted_at, with_room
@@ -119,22 +119,13 @@ def merging(method: Eviction, *, merge: int = 32, merge_seed: int = 0) -> Evicti
         noted = {"mass": with_room(of_kept, store.limit), "positions": with_room(kept, store.limit, -1)}
         return _with(replaced(after, store=store), replaced(state, **noted))
 
-    def update(
-        state: MergingState,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        queries: mx.array | None = None,
-        valid: mx.array | None = None,
-    ) -> tuple[MergingState, View]:
-        return updated(state, keys, values, queries, valid, land=land, observe=observe)
-
+    halves = Observation[Any](land=land, observe=observe)
     return dataclasses.replace(
         method,
         init=init,
-        update=update,
+        update=both_halves(halves),
         settings={**method.settings, "merge": merge, "merge_seed": merge_seed},
-        observation=Observation(land=land, observe=observe),
+        observation=halves,
     )
 
 
@@ -145,10 +136,10 @@ def _gains(
 
     mass, of_kept: float32, the attention that each of both has received.
     """
-    at, real = observed.positions, (kept >= 0)[:, :, None]
-    follows = real & (kept[:, :, None] > at[..., None])  # [B,H,m,n]
-    before = ((kept[:, :, None] <= at[..., None]) & real).sum(-1, keepdims=True)  # kept rows up to each
-    place = ((kept[:, :, None] < kept[..., None]) & real).sum(-1)[:, :, None]
+    at = observed.positions
+    follows = kept[:, :, None] > at[..., None]  # [B,H,m,n]
+    before = (~follows).sum(-1, keepdims=True)  # kept rows up to each, and padding, as in:
+    place = (kept[:, :, None] < kept[..., None]).sum(-1)[:, :, None]
     near = (follows & (place - before < merge)).astype(mx.float32)
     mean = (near @ of_kept[..., None])[..., 0] / mx.maximum(near.sum(-1), 1)
     leaves = (at >= 0) & (observed.scores > -mx.inf) & ~(kept[:, :, None] == at[..., None]).any(-1)
