@@ -118,6 +118,17 @@ def test_sequences_of_a_ragged_batch_go_on_as_they_do_alone(method: Eviction) ->
         assert [row[row >= 0].tolist() for row in positions(state)[b]] == expected.tolist()
 
 
+@pytest.mark.parametrize("method", [h2o(budget=BUDGET, n_sink=N_SINK, grace=3), FIRST], ids=["h2o", "l2norm"])
+def test_padding_of_a_short_sequence_comes_after_its_next_block(method: Eviction) -> None:
+    keys, values, queries = (mx.concatenate([array] * 2, axis=0) for array in (KEYS, VALUES, QUERIES))
+    state, _ = FIRST.update(
+        FIRST.init(2, H, D, D_V), keys[:, :, :N], values[:, :, :N], valid=mx.array((N, 9), mx.int32)
+    )
+    block_of_four = (part[:, :, N : N + 4] for part in (keys, values))
+    state, _ = method.update(hand_over(state, method), *block_of_four, queries=queries[:, :, N : N + 4])
+    assert positions(state)[1].tolist() == [[*range(13), -1, -1, -1]] * H
+
+
 def test_within_the_budget_any_method_goes_on_with_all_rows() -> None:
     method = streaming_llm(budget=2 * BUDGET)
     state = read(method, hand_over(prompt(n_tokens=BUDGET), method), BUDGET, N + MORE)
