@@ -122,9 +122,7 @@ def test_sequences_of_a_ragged_batch_go_on_as_they_do_alone(method: Eviction) ->
 def test_padding_of_a_short_sequence_does_not_part_its_rows() -> None:
     method = snapkv(budget=BUDGET, n_sink=N_SINK, obs_window=4, kernel=3)  # which averages over neighbours
     keys, values, queries = (mx.concatenate([array] * 2, axis=0) for array in (KEYS, VALUES, QUERIES))
-    both, _ = FIRST.update(
-        FIRST.init(2, H, D, D_V), keys[:, :, :N], values[:, :, :N], valid=mx.array((N, 9), mx.int32)
-    )
+    both, _ = FIRST.update(FIRST.init(2, H, D, D_V), keys[:, :, :N], values[:, :, :N], valid=mx.array((N, 9), mx.int32))
     scores = []
     for state in (both, prompt(n_tokens=9)):
         k, v, q = (part[: state.store.offset.size, :, N : N + 6] for part in (keys, values, queries))
