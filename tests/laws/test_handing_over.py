@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from cases import BUDGET, CASES, D_V, N_SINK, STATIC, Case, D, H
 
-from velox_fn import Eviction, cur, h2o, hand_over, keydiff, kv, l2norm, qfilters, streaming_llm
-from velox_fn.engine.select import rank_positions
+from velox_fn import Eviction, cur, h2o, hand_over, keydiff, kv, l2norm, qfilters, snapkv, streaming_llm
+from velox_fn.engine.select import rank_positions, rank_scores
+from velox_fn.engine.store import kept_rows
 from velox_fn.testing import block, positions
 
 N, MORE = 40, 12
@@ -116,6 +117,18 @@ def test_sequences_of_a_ragged_batch_go_on_as_they_do_alone(method: Eviction) ->
     for b in range(2):
         expected = positions(read(method, alone[b], N, N + MORE))[0]
         assert [row[row >= 0].tolist() for row in positions(state)[b]] == expected.tolist()
+
+
+def test_padding_of_a_short_sequence_does_not_part_its_rows() -> None:
+    method = snapkv(budget=BUDGET, n_sink=N_SINK, obs_window=4, kernel=3)  # which averages over neighbours
+    keys, values, queries = (mx.concatenate([array] * 2, axis=0) for array in (KEYS, VALUES, QUERIES))
+    both, _ = FIRST.update(FIRST.init(2, H, D, D_V), keys[:, :, :N], values[:, :, :N], valid=mx.array((N, 9), mx.int32))
+    scores = []
+    for state in (both, prompt(n_tokens=9)):
+        k, v, q = (part[: state.store.offset.size, :, N : N + 6] for part in (keys, values, queries))
+        state, _ = method.update(hand_over(state, method), k, v, queries=q)
+        scores.append(np.array(rank_scores(kept_rows(state.store).ranks)[-1, :, :15]))
+    np.testing.assert_allclose(*scores, rtol=1e-5, atol=1e-6)
 
 
 def test_within_the_budget_any_method_goes_on_with_all_rows() -> None:

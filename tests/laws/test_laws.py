@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from velox_fn import METHODS, arrays, kept_positions, kv
 from velox_fn.engine.records import statics
+from velox_fn.engine.select import rank_scores
+from velox_fn.engine.store import kept_rows
 from velox_fn.registry import BUILT_IN
 from velox_fn.testing import (
     LAWS,
@@ -43,6 +45,20 @@ def test_the_laws_know_from_when_on_rows_leave(case):
 def assert_same_state(one, other):
     for a, b in zip((*kv(one), kept_positions(one)), (*kv(other), kept_positions(other)), strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))
+
+
+@every_method
+def test_padding_changes_no_score(case):
+    method, tokens = case.make(), block(25, batch=2)
+    padded, alone = method.init(2, H, D, D_V), method.init(1, H, D, D_V)
+    for start, stop, n_real in ((0, 20, 9), (20, 25, 1)):
+        keys, values, queries = (part[:, :, start:stop] for part in tokens)
+        valid = mx.array([stop - start, n_real], mx.int32)
+        padded, _ = method.update(padded, keys, values, queries=queries, valid=valid)
+        keys, values, queries = (part[1:, :, :n_real] for part in (keys, values, queries))
+        alone, _ = method.update(alone, keys, values, queries=queries)
+    found, expected = (rank_scores(kept_rows(method.scored(state).store).ranks)[-1] for state in (padded, alone))
+    np.testing.assert_allclose(np.array(found)[:, :10], np.array(expected), rtol=1e-4, atol=1e-4)
 
 
 @every_method

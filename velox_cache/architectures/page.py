@@ -6,6 +6,7 @@ from importlib.metadata import version
 from velox_cache.architectures.tiny import architectures, tiny_model
 from velox_cache.architectures.verdict import Verdict, verdict
 from velox_cache.introspection.plan import FULL_ATTENTION
+from velox_fn.registry import METHODS
 
 _INTRODUCTION = """# Architectures
 
@@ -18,7 +19,7 @@ kinds of layers otherwise than its small one here; `velox inspect-model MODEL` s
 
 - *bounded*: how many of the small model's caches are bounded. Every method that scores rows without queries works
   there, but for what a note says; methods that score by attention do with `queries="proxy"`.
-- *true queries*: whether methods that score by attention (curdkv, h2o, tova, snapkv, expected_attention) see the
+- *true queries*: whether methods that score by attention ({by_attention}) see the
   model's own queries: those of the layer that writes the rows, not of layers that read another's.
 - *renumber*: whether `renumber=True` can turn cached keys, that is, whether the rotary embedding can be read.
 - *alone*: with a budget for each layer (`install(model, budget=[...])`) its caches serve one sequence at a time, since
@@ -45,6 +46,7 @@ def page() -> str:
         total=len(found),
         bounded=len(found) - len(refused),
         refused=len(refused),
+        by_attention=", ".join(name for name, method in METHODS.items() if method().needs_queries),
         notes=", ".join(map(str, numbers)),
     )
     return head + "\n".join(rows) + "\n\n" + str(notes)

@@ -8,7 +8,8 @@ from velox_cache.introspection.observed_prefill import LayerQueries
 def attention_over(call: LayerQueries, rows: mx.array, queries: slice = slice(None)) -> mx.array:
     """Softmax weights float32 [H,G,S,n] of a block's queries on n rows before it, G query heads per KV head.
 
-    The softmax goes over these rows and the block's own, which stand last, take their part of it and are left out.
+    The softmax goes over these rows, the block's own, which stand last, and the model's learned attention sinks. Those
+    of the block and the sinks take their part of it and are left out.
 
     Args:
         call: what the query tap saw.
@@ -16,12 +17,12 @@ def attention_over(call: LayerQueries, rows: mx.array, queries: slice = slice(No
         queries: which of the block's queries.
 
     Raises:
-        ValueError: something enters the model's softmax beside the logits.
+        ValueError: something else enters the model's softmax beside the logits.
     """
-    if call.terms:
+    if others := call.terms.keys() - {"sinks"}:
         raise ValueError(
-            f"the model's attention adds {', '.join(sorted(call.terms))} to its softmax (learned sinks, or the rotary "
-            "part of latent attention), which is not computed again here; take a method that scores as tokens come"
+            f"the model's attention adds {', '.join(sorted(others))} to its logits (the rotary part of latent "
+            "attention), which is not computed again here; take a method that scores as tokens come"
         )
     n_seen, n_tokens = call.keys.shape[2], call.queries.shape[2]
     own = mx.arange(n_seen - n_tokens, n_seen)
@@ -31,5 +32,9 @@ def attention_over(call: LayerQueries, rows: mx.array, queries: slice = slice(No
     n_asked = asked.shape[1]
     grouped = asked.reshape(keys.shape[0], -1, keys.shape[-1])  # one product per KV head
     logits = (grouped @ keys.swapaxes(-1, -2)).reshape(keys.shape[0], -1, n_asked, at.shape[0])
-    weights = mx.softmax(mx.where(at <= own[queries][:, None], logits, -mx.inf), axis=-1)
+    logits = mx.where(at <= own[queries][:, None], logits, -mx.inf)
+    if "sinks" in call.terms:
+        sinks = call.terms["sinks"].astype(mx.float32).reshape(keys.shape[0], -1, 1, 1)
+        logits = mx.concatenate([logits, mx.broadcast_to(sinks, (*logits.shape[:-1], 1))], axis=-1)
+    weights = mx.softmax(logits, axis=-1)
     return weights[..., : rows.shape[0]]

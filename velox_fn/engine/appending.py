@@ -21,12 +21,10 @@ def room(store: Store) -> int:
     As far as the rows are concerned: whether the method has more to do says `Eviction.appends`.
     """
     span = store.span
-    if span is None:  # all tokens are there, in order, and stay
-        in_step, end = store.ordered and store.filled == store.seen_by_all, store.most_kept
-    else:
-        in_step, end = not span.ragged, span.settled + span.interval
-    if not in_step or store.widths.packed:
+    if store.widths.packed or (span is None and not (store.ordered and store.filled == store.seen_by_all)):
         return 0
+    # Without a span all tokens are there, in order, and stay. The slots of a ragged span leave no room.
+    end = store.most_kept if span is None else span.settled + span.interval
     return max(min(end, store.capacity) - store.filled, 0)
 
 

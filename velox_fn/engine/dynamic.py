@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from velox_fn.engine import checks, landing, select
 from velox_fn.engine.attention import Observed, Queries
-from velox_fn.engine.eviction import Eviction, Init, Observation, Shown, StateT
+from velox_fn.engine.eviction import Eviction, Init, Observation, Shown, StateT, Update
 from velox_fn.engine.half import Half, depending, floats, one_array
 from velox_fn.engine.records import arrays, record
 from velox_fn.engine.rows import Rows, View, arriving_positions
@@ -135,6 +135,23 @@ def dynamic_eviction(
         An `Eviction` with `needs_queries`.
     """
 
+    halves = Observation[StateT](land=land, observe=observe)
+    return Eviction(
+        init,
+        both_halves(halves),
+        name,
+        settings,
+        params or {},
+        needs_queries=True,
+        static=False,
+        observation=halves,
+        shown=shown,
+    )
+
+
+def both_halves(observation: Observation[StateT]) -> Update[StateT]:
+    """The `update` that lets a block in and has its queries observed at once."""
+
     def update(
         state: StateT,
         keys: mx.array,
@@ -143,16 +160,6 @@ def dynamic_eviction(
         queries: mx.array | None = None,
         valid: mx.array | None = None,
     ) -> tuple[StateT, View]:
-        return updated(state, keys, values, queries, valid, land=land, observe=observe)
+        return updated(state, keys, values, queries, valid, land=observation.land, observe=observation.observe)
 
-    return Eviction(
-        init,
-        update,
-        name,
-        settings,
-        params or {},
-        needs_queries=True,
-        static=False,
-        observation=Observation(land=land, observe=observe),
-        shown=shown,
-    )
+    return update

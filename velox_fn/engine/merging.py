@@ -27,12 +27,12 @@ import mlx.core as mx
 from velox_fn.engine import checks, select
 from velox_fn.engine.attention import Observed, Queries, attention_mass, observe_rows
 from velox_fn.engine.draws import mixed, uniform
-from velox_fn.engine.dynamic import updated
+from velox_fn.engine.dynamic import both_halves
 from velox_fn.engine.eviction import Eviction, Observation
 from velox_fn.engine.landing import without_landing_row
 from velox_fn.engine.noted import noted_at, with_room
 from velox_fn.engine.records import record, replaced
-from velox_fn.engine.rows import View
+from velox_fn.engine.rows import View, rows_at
 from velox_fn.engine.store import Store, used_rows
 
 NO_MERGING: Mapping[str, int] = MappingProxyType({"merge": 0, "merge_seed": 0})
@@ -115,52 +115,37 @@ def merging(method: Eviction, *, merge: int = 32, merge_seed: int = 0) -> Evicti
         kept = select.rank_positions(used_rows(store).ranks)
         of_kept = noted_at(mass[..., None], observed.positions, kept)[..., 0]
         if state.store.filled > store.limit:
-            store = _with_gains(store, _gains(observed, mass, kept, of_kept, merge, seed))
+            store = _merged(store, observed, mass, of_kept, merge, seed)
         noted = {"mass": with_room(of_kept, store.limit), "positions": with_room(kept, store.limit, -1)}
         return _with(replaced(after, store=store), replaced(state, **noted))
 
-    def update(
-        state: MergingState,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        queries: mx.array | None = None,
-        valid: mx.array | None = None,
-    ) -> tuple[MergingState, View]:
-        return updated(state, keys, values, queries, valid, land=land, observe=observe)
-
+    halves = Observation[Any](land=land, observe=observe)
     return dataclasses.replace(
         method,
         init=init,
-        update=update,
+        update=both_halves(halves),
         settings={**method.settings, "merge": merge, "merge_seed": merge_seed},
-        observation=Observation(land=land, observe=observe),
+        observation=halves,
     )
 
 
-def _gains(
-    observed: Observed, mass: mx.array, kept: mx.array, of_kept: mx.array, merge: int, seed: mx.array
-) -> mx.array:
-    """What the rows at positions `kept` [B,H,n] take in of those observed [B,H,m] that are not among them: [B,H,n,D_v].
-
-    mass, of_kept: float32, the attention that each of both has received.
-    """
-    at, real = observed.positions, (kept >= 0)[:, :, None]
-    follows = real & (kept[:, :, None] > at[..., None])  # [B,H,m,n]
-    before = ((kept[:, :, None] <= at[..., None]) & real).sum(-1, keepdims=True)  # kept rows up to each
-    place = ((kept[:, :, None] < kept[..., None]) & real).sum(-1)[:, :, None]
+def _merged(store: Store, observed: Observed, mass: mx.array, of_kept: mx.array, merge: int, seed: mx.array) -> Store:
+    """`store`, whose rows take in those observed that are not among them; mass, of_kept: attention of both."""
+    rows = used_rows(store)
+    kept, n_left = select.rank_positions(rows.ranks), mass.shape[2] - rows.ranks.shape[2]
+    stays = noted_at(mx.ones((*kept.shape, 1)), kept, observed.positions)[..., 0]
+    # Where these are fewer than have left, so many are padding: a sequence with padding left has lost no row.
+    left = mx.argpartition(stays, n_left - 1, axis=-1)[..., :n_left]
+    at, mass, scores = (mx.take_along_axis(each, left, axis=-1) for each in (observed.positions, mass, observed.scores))
+    follows = kept[:, :, None] > at[..., None]  # [B,H,n_left,n]
+    before = (~follows).sum(-1, keepdims=True)  # kept rows up to each, and padding, as in:
+    place = mx.argsort(mx.argsort(kept, axis=-1), axis=-1)[:, :, None].astype(mx.int32)
     near = (follows & (place - before < merge)).astype(mx.float32)
     mean = (near @ of_kept[..., None])[..., 0] / mx.maximum(near.sum(-1), 1)
-    leaves = (at >= 0) & (observed.scores > -mx.inf) & ~(kept[:, :, None] == at[..., None]).any(-1)
-    merges = leaves & (uniform(mixed(seed ^ at.astype(mx.uint32))) * mean < mass)
-    values = mx.where(merges[..., None], observed.rows.values.astype(mx.float32), 0.0)
+    merges = (at >= 0) & (scores > -mx.inf) & (uniform(mixed(seed ^ at.astype(mx.uint32))) * mean < mass)
     into = near * merges[..., None]
-    gains: mx.array = into.swapaxes(-1, -2) @ values / mx.maximum(into.sum(2), merge)[..., None]
-    return gains
-
-
-def _with_gains(store: Store, gains: mx.array) -> Store:
-    rows = used_rows(store)
+    values = mx.where(merges[..., None], rows_at(observed.rows.values, left).astype(mx.float32), 0.0)
+    gains = into.swapaxes(-1, -2) @ values / mx.maximum(into.sum(2), merge)[..., None]
     values = (rows.values.astype(mx.float32) + gains).astype(rows.values.dtype)
     return replaced(store, keys=rows.keys, values=values, ranks=rows.ranks)
 

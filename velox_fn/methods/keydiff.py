@@ -20,22 +20,18 @@ Differs from the paper:
 - Rows that are not finite are left out of the mean.
 """
 
-import dataclasses
-
 import mlx.core as mx
 
 from velox_fn.engine import checks, select
-from velox_fn.engine.dynamic import DynamicState, dynamic_init, land, with_scores
+from velox_fn.engine.dynamic import DynamicState, dynamic_init
 from velox_fn.engine.eviction import Eviction
-from velox_fn.engine.half import Half, one_array
 from velox_fn.engine.interval import at_intervals
-from velox_fn.engine.landing import tied
 from velox_fn.engine.pinned import Pinned, pinning
-from velox_fn.engine.rows import View
+from velox_fn.engine.rescored import rescored_eviction
+from velox_fn.engine.rows import Rows
 from velox_fn.engine.scorers import MLX_SUMS, minus_cosine, unit_keys
 from velox_fn.engine.select import Scores
 from velox_fn.engine.static import Params, static_eviction
-from velox_fn.engine.store import readable, used_rows
 
 
 def keydiff(
@@ -95,28 +91,16 @@ def keydiff(
         raise ValueError("use_metal_kernels=True needs mean_keys: without them rows are scored anew with every call")
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
 
-    init = dynamic_init(budget=budget, n_sink=n_sink, recent=recent)
     settings = {"budget": budget, "n_sink": n_sink, "recent": recent}
-    running = Eviction(init, _running_update, "keydiff", settings, static=False)
+    running = rescored_eviction("keydiff", dynamic_init(**settings), _running_difference, settings)
     return at_intervals(pinning(running, pinned), interval)
 
 
-def _running_update(
-    state: DynamicState,
-    keys: Half,
-    values: Half,
-    *,
-    queries: mx.array | None = None,
-    valid: mx.array | None = None,
-) -> tuple[DynamicState, View]:
-    landed, view = land(state, keys, values, valid)
-    rows = readable(landed.store, used_rows(landed.store))
-    positions = select.rank_positions(rows.ranks)
+def _running_difference(state: DynamicState, landed: DynamicState, rows: Rows, n_tokens: int) -> mx.array:
     unit = unit_keys(rows.keys)
-    counted = mx.isfinite(unit) & (positions >= 0)[..., None]
+    counted = mx.isfinite(unit) & (select.rank_positions(rows.ranks) >= 0)[..., None]
     mean = mx.where(counted, unit, 0.0).sum(axis=2)  # times a number, which does not change the order
-    store = with_scores(landed.store, minus_cosine(rows.keys, mean, MLX_SUMS), one_array(keys).shape[2])
-    return dataclasses.replace(landed, store=store), tied(view, store)
+    return minus_cosine(rows.keys, mean, MLX_SUMS)
 
 
 def _difference(keys: mx.array, values: mx.array, positions: mx.array, params: Params) -> Scores:

@@ -22,19 +22,15 @@ Differs from the paper:
   rounding in it is not divided.
 """
 
-import dataclasses
-
 import mlx.core as mx
 
 from velox_fn.engine import checks, select
-from velox_fn.engine.dynamic import DynamicState, dynamic_init, land, with_scores
+from velox_fn.engine.dynamic import DynamicState, dynamic_init
 from velox_fn.engine.eviction import Eviction
-from velox_fn.engine.half import Half, one_array
 from velox_fn.engine.interval import at_intervals
-from velox_fn.engine.landing import tied
 from velox_fn.engine.pinned import Pinned, pinning
-from velox_fn.engine.rows import View, rows_at, temporal_order
-from velox_fn.engine.store import readable, used_rows
+from velox_fn.engine.rescored import rescored_eviction
+from velox_fn.engine.rows import Rows, rows_at, temporal_order
 from velox_fn.engine.widening import widened
 
 _ROUNDING = 2.0**-10  # of half precision, relative
@@ -77,18 +73,8 @@ def lagkv(
     checks.one_of("across", across, (False, True))
     budget, n_sink, recent = checks.row_limits(budget, n_sink, 2 * lag - 1, recent_name="(2 * lag - 1)")
 
-    def update(
-        state: DynamicState,
-        keys: Half,
-        values: Half,
-        *,
-        queries: mx.array | None = None,
-        valid: mx.array | None = None,
-    ) -> tuple[DynamicState, View]:
-        landed, view = land(state, keys, values, valid)
-        rows = readable(landed.store, used_rows(landed.store))
+    def score(state: DynamicState, landed: DynamicState, rows: Rows, n_tokens: int) -> mx.array:
         before, after = (store.offset[:, None, None] - n_sink for store in (state.store, landed.store))
-        n_tokens = one_array(keys).shape[2]
         n_partitions = n_tokens // lag + 3
         # From the first partition without scores on, every token is there: these are the last rows in temporal order.
         first = mx.maximum(before // lag - 1, 0)
@@ -109,13 +95,11 @@ def lagkv(
             shares = lower.sum(-1).astype(mx.float32)
         fresh = mx.take_along_axis(shares.flatten(2), mx.clip(place, 0, (n_partitions - 1) * lag - 1), axis=-1)
         full = (first + place // lag + 2) * lag <= after
-        scores = mx.where((place >= 0) & full, fresh, select.rank_scores(rows.ranks))
-        store = with_scores(landed.store, scores, n_tokens)
-        return dataclasses.replace(landed, store=store), tied(view, store)
+        return mx.where((place >= 0) & full, fresh, select.rank_scores(rows.ranks))
 
     init = dynamic_init(budget=budget, n_sink=n_sink, recent=recent)
     settings = {"budget": budget, "n_sink": n_sink, "lag": lag, "across": across}
-    method = Eviction(init, update, "lagkv", settings, static=False)
+    method = rescored_eviction("lagkv", init, score, settings)
     return at_intervals(pinning(method, pinned), interval)
 
 

@@ -105,16 +105,23 @@ def morphkv(
         observed = observe_rows(state.store, queries, scale, valid, sinks)
         last = last_queries(observed, state.store.offset, obs_window, padded=valid is not None)
         of_heads = fused(attention_weights(last), axis=2)  # [B,H,S',n]
-        column = last.query_positions[..., None] % obs_window == mx.arange(obs_window)
+        columns = mx.arange(obs_window)
+        column = last.query_positions[..., None] % obs_window == columns
         column = (column & (last.query_positions >= 0)[..., None])[:, None]  # [B,1,S',obs_window]
         new = of_heads.swapaxes(-1, -2) @ column.astype(mx.float32)
+        # Of a query that has been taken back since, none counts. The newest row noted was its own.
+        newest = state.positions.max(-1, keepdims=True)
+        first = state.store.offset - (queries.shape[2] if valid is None else valid)
+        taken_back = newest - (newest - columns) % obs_window >= first[:, None, None]  # [B,H,obs_window]
         old = noted_at(state.weights, state.positions, observed.positions)
+        old = mx.where(taken_back[:, :, None], 0.0, old)
         weights = mx.where(column.any(2)[:, :, None], new, old)
         store = rescore(state.store, observed, fused(weights, axis=-1))
-        after = select.rank_positions(used_rows(store).ranks)
-        kept = with_room(after, budget + 1, -1)
-        weights = noted_at(weights, observed.positions, kept)
-        return dataclasses.replace(state, store=store, weights=weights, positions=kept)
+        kept = select.rank_positions(used_rows(store).ranks)
+        if store.filled < state.store.filled:  # some have left
+            weights = noted_at(weights, observed.positions, kept)
+        noted = {"weights": with_room(weights, budget + 1), "positions": with_room(kept, budget + 1, -1)}
+        return dataclasses.replace(state, store=store, **noted)
 
     settings = {"budget": budget, "n_sink": n_sink, "obs_window": obs_window, "fuse": fuse}
     return at_intervals(pinning(dynamic_eviction("morphkv", init, observe, settings), pinned), interval)

@@ -25,20 +25,16 @@ Differs from the paper:
 - Keys that are not finite are left out of the means. A scale that varies by no more than rounding is 0.
 """
 
-import dataclasses
-
 import mlx.core as mx
 
 from velox_fn.engine import checks, select
-from velox_fn.engine.dynamic import DynamicState, dynamic_init, land, with_scores
+from velox_fn.engine.dynamic import DynamicState, dynamic_init
 from velox_fn.engine.eviction import Eviction
-from velox_fn.engine.half import Half, one_array
 from velox_fn.engine.interval import at_intervals
-from velox_fn.engine.landing import tied
 from velox_fn.engine.pinned import Pinned, pinning
-from velox_fn.engine.rows import View, rows_at, temporal_order
+from velox_fn.engine.rescored import rescored_eviction
+from velox_fn.engine.rows import Rows, rows_at, temporal_order
 from velox_fn.engine.scorers import unit_keys
-from velox_fn.engine.store import readable, used_rows
 
 _WINDOW = 64
 _PRIOR = (0.4, 0.4, 0.2)
@@ -72,29 +68,18 @@ def nestedkv(
     """
     budget, n_sink, recent = checks.row_limits(budget, n_sink, recent)
 
-    def update(
-        state: DynamicState,
-        keys: Half,
-        values: Half,
-        *,
-        queries: mx.array | None = None,
-        valid: mx.array | None = None,
-    ) -> tuple[DynamicState, View]:
-        landed, view = land(state, keys, values, valid)
-        rows = readable(landed.store, used_rows(landed.store))
-        order = temporal_order(rows.ranks)
-        real = mx.take_along_axis(select.rank_positions(rows.ranks), order, axis=-1) >= 0
-        in_order = _scores(rows_at(rows.keys, order), real)
-        scores = mx.take_along_axis(in_order, mx.argsort(order, axis=-1), axis=-1)
-        store = with_scores(landed.store, scores, one_array(keys).shape[2])
-        return dataclasses.replace(landed, store=store), tied(view, store)
-
-    init = dynamic_init(budget=budget, n_sink=n_sink, recent=recent)
     settings = {"budget": budget, "n_sink": n_sink, "recent": recent}
-    return at_intervals(pinning(Eviction(init, update, "nestedkv", settings, static=False), pinned), interval)
+    method = rescored_eviction("nestedkv", dynamic_init(**settings), _score, settings)
+    return at_intervals(pinning(method, pinned), interval)
 
 
-def _scores(keys: mx.array, real: mx.array) -> mx.array:
+def _score(state: DynamicState, landed: DynamicState, rows: Rows, n_tokens: int) -> mx.array:
+    order = temporal_order(rows.ranks)
+    real = mx.take_along_axis(select.rank_positions(rows.ranks), order, axis=-1) >= 0
+    return mx.take_along_axis(_in_order(rows_at(rows.keys, order), real), mx.argsort(order, axis=-1), axis=-1)
+
+
+def _in_order(keys: mx.array, real: mx.array) -> mx.array:
     """float32 [B,H,n] of keys [B,H,n,D] in temporal order, of which those `real` come first."""
     unit = unit_keys(keys)
     counted = mx.isfinite(unit).all(-1) & real

@@ -20,7 +20,6 @@ Differs from the paper:
 - Dimensions that RoPE does not turn play no part, as in the formula.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,15 +27,14 @@ import mlx.core as mx
 import numpy as np
 
 from velox_fn.engine import checks, select
-from velox_fn.engine.dynamic import land, with_scores
 from velox_fn.engine.eviction import Eviction
-from velox_fn.engine.half import Half, depending, one_array
 from velox_fn.engine.interval import at_intervals
 from velox_fn.engine.pinned import Pinned, pinning
-from velox_fn.engine.records import arrays, record
+from velox_fn.engine.records import record
+from velox_fn.engine.rescored import rescored_eviction
 from velox_fn.engine.rope import RopeSpec, pair_angles, rope_spec, rotary_pairs
-from velox_fn.engine.rows import View
-from velox_fn.engine.store import Store, init_store, readable, used_rows
+from velox_fn.engine.rows import Rows
+from velox_fn.engine.store import Store, init_store
 
 _DISTANCES = 2.0 ** np.arange(17)
 
@@ -107,16 +105,7 @@ def triattention(
         centres = _turned_ahead(query_centres, spec)
         return TriAttentionState(store=store, centres=mx.broadcast_to(centres, (batch, *centres.shape)))
 
-    def update(
-        state: TriAttentionState,
-        keys: Half,
-        values: Half,
-        *,
-        queries: mx.array | None = None,
-        valid: mx.array | None = None,
-    ) -> tuple[TriAttentionState, View]:
-        landed, view = land(state, keys, values, valid)
-        rows = readable(landed.store, used_rows(landed.store))
+    def score(state: TriAttentionState, landed: TriAttentionState, rows: Rows, n_tokens: int) -> mx.array:
         first, second = rotary_pairs(rows.keys, spec)
         of_keys = mx.concatenate([first, second, mx.sqrt(first * first + second * second)], axis=-1)
         angles = (landed.store.offset - 1)[:, None].astype(mx.float32) * pair_angles(spec)  # of the newest token
@@ -128,13 +117,12 @@ def triattention(
         n_rows = mx.maximum(counted.sum(-1, keepdims=True), 1)
         off = by_head - mx.where(counted, by_head, 0.0).sum(-1, keepdims=True) / n_rows
         variance = mx.where(counted, off * off, 0.0).sum(-1, keepdims=True) / n_rows
-        scores = (off / mx.sqrt(mx.where(variance > 0, variance, 1.0))).max(2)
-        settled = dataclasses.replace(landed, store=with_scores(landed.store, scores, one_array(keys).shape[2]))
-        return settled, depending(view, arrays(settled))
+        standard: mx.array = off / mx.sqrt(mx.where(variance > 0, variance, 1.0))
+        return standard.max(2)
 
     settings = {"budget": budget, "n_sink": n_sink, "recent": recent, "rope": None if rope is None else spec.plain()}
     params = {} if query_centres is None else {"query_centres": query_centres}
-    method = Eviction(init, update, "triattention", settings, params, static=False)
+    method = rescored_eviction("triattention", init, score, settings, params)
     return at_intervals(pinning(method, pinned), interval)
 
 

@@ -154,17 +154,21 @@ def test_scores_decide_what_a_ceiling_keeps(tiny_model):
             assert kept == sorted(sure + others)
 
 
-def test_future_attention_is_the_softmax_over_all_rows():
+@pytest.mark.parametrize("sinks", [False, True])
+def test_future_attention_is_the_softmax_over_all_rows(sinks):
     rng = np.random.default_rng(1)
     keys, values = (rng.normal(size=(1, 2, 12, 8)).astype(np.float32) for _ in range(2))
     queries = rng.normal(size=(1, 4, 3, 8)).astype(np.float32)
-    call = LayerQueries(0, mx.array(queries), mx.array(keys), mx.array(values), 0.5)
+    beside = rng.normal(size=4).astype(np.float32)
+    terms = {"sinks": mx.array(beside)} if sinks else {}
+    call = LayerQueries(0, mx.array(queries), mx.array(keys), mx.array(values), 0.5, terms)
     found = np.array(attention_over(call, mx.arange(9)))
     for head in range(4):
         for s in range(3):
             logits = 0.5 * queries[0, head, s].astype(np.float64) @ keys[0, head // 2, : 9 + s + 1].T
-            weights = np.exp(logits - logits.max())
-            np.testing.assert_allclose(found[head // 2, head % 2, s], (weights / weights.sum())[:9], atol=1e-5)
+            weights = np.exp(logits)
+            total = weights.sum() + (np.exp(beside[head]) if sinks else 0)
+            np.testing.assert_allclose(found[head // 2, head % 2, s], (weights / total)[:9], atol=1e-5)
 
 
 def test_the_margin_is_to_the_likeliest_wrong_answer():

@@ -7,7 +7,9 @@ from arm_oracle import attention, tokens
 from oracles import best_positions
 
 from velox_fn import kept_positions, morphkv
-from velox_fn.engine.batch import merge, take
+from velox_fn.engine.batch import merge, take, trim
+from velox_fn.engine.records import replaced
+from velox_fn.engine.select import rank_scores
 
 WINDOW, N_SINK, BUDGET = 4, 2, 14
 
@@ -54,6 +56,18 @@ def test_weights_follow_their_rows_through_batches():
     for b, (state, n) in enumerate(zip(states, (33, 20, 3), strict=True)):
         alone = kept_positions(run(method, state, data, [1] * 6, start=n)).tolist()[0]
         assert [[at for at in head if at >= 0] for head in kept_positions(take(batch, [b])).tolist()[0]] == alone
+
+
+def test_weights_of_queries_that_were_taken_back_do_not_count():
+    method, data, others = morphkv(budget=BUDGET, n_sink=N_SINK, obs_window=WINDOW), tokens(20), tokens(20, seed=1)
+    before = run(method, method.init(1, 2, 8, 6), data, [8])
+    further = run(method, before, data, [3], start=8)
+    found = run(method, replaced(further, store=trim(further.store, 3)), others, [1], start=8)
+    # Its window is 5 ... 8. The weights of 5 and 6 gave way to those of 9 and 10, and 7 is where it was.
+    lost = mx.array([at % WINDOW in (5 % WINDOW, 6 % WINDOW) for at in range(WINDOW)])
+    expected = run(method, replaced(before, weights=mx.where(lost, 0.0, before.weights)), others, [1], start=8)
+    scores = [np.array(rank_scores(state.store.ranks[:, :, :9])) for state in (found, expected)]
+    np.testing.assert_allclose(*scores, rtol=1e-6)
 
 
 @pytest.mark.parametrize("setting", [{"obs_window": 0}, {"fuse": "mean"}, {"budget": 36}])

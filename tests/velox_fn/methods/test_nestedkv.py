@@ -6,7 +6,7 @@ import pytest
 from arm_oracle import kept_after, simulated, tokens
 
 from velox_fn import nestedkv
-from velox_fn.methods.nestedkv import _scores
+from velox_fn.methods.nestedkv import _in_order
 
 
 def anomaly(key, keys):
@@ -62,7 +62,7 @@ def test_the_order_is_that_of_the_formula(calls, budget):
 
 def test_blocks_are_a_thirty_second_of_a_long_text():
     keys = keys_of_topics(4500)[0][:1]
-    found = np.array(_scores(mx.array(keys[None]), mx.ones((1, 1, 4500), mx.bool_)))[0, 0]
+    found = np.array(_in_order(mx.array(keys[None]), mx.ones((1, 1, 4500), mx.bool_)))[0, 0]
     np.testing.assert_allclose(found, formula(keys[0]), atol=2e-3)
 
 
