@@ -37,9 +37,14 @@ def short_passages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("architecture", [name for name in BOUNDED if name not in NONE])
+def test_losses_can_be_measured_on_all_others(architecture: str) -> None:
+    assert why_no_losses(model_of(architecture)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [name for name in BOUNDED if name not in NONE])
 def test_losses_of_all_bounded_layers_are_measured(architecture: str) -> None:
     model = model_of(architecture)
-    assert why_no_losses(model) is None
     made = vc.calibrate(model, Letters(), ["x" * 90], progress=False, losses=True, learned=False)
     for entry, layer in zip(plan_layers(model), made.statistics, strict=True):
         if entry.bounded:

@@ -5,7 +5,7 @@ import pytest
 from launching import launched, run
 from small_models import CONFIG
 
-RUNS = ["qfilters", "random", "h2o", "budgets", "builder"]
+RUNS = ["qfilters", "random", "h2o", "budgets", "tiers", "static_tiers", "builder"]
 N_RANKS = 2
 
 pytestmark = pytest.mark.slow  # what a rank takes of a model is tested without processes in test_parts_of_a_model.py

@@ -8,13 +8,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from velox_cache.caches.bounded import BoundedKVCache
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.installation.tiers import Tier
 from velox_cache.introspection.key_layouts import KeyLayouts
 from velox_cache.introspection.plan import LayerPlan
 from velox_cache.introspection.probing import left_as_it_was
-from velox_cache.introspection.query_tap import QueryTap, model_type
+from velox_cache.introspection.query_tap import QueryTap, flat_caches, model_type
 from velox_fn import l2norm
 
 
@@ -34,8 +35,8 @@ IN_TIERS = RowForm(
 
 
 def reads_tiers(model: nn.Module, plan: Sequence[LayerPlan]) -> bool:
-    """Whether the model's attention reads layers whose heads have numbers of rows of their own. It is called as
-    `check_reads` calls it, once for the first bounded layer with several heads."""
+    """Whether the model's attention reads layers whose heads have numbers of rows of their own: it is called as
+    `check_reads` calls it, with two tiers in each layer that has several heads."""
     layouts = KeyLayouts(model)
     heads = {entry.layer: layouts.of_layer(entry.layer) for entry in plan if entry.bounded}
     several = {layer: layout.n_kv_heads for layer, layout in heads.items() if layout is not None}
@@ -73,7 +74,8 @@ def tap_of(model: nn.Module, form: RowForm | None) -> QueryTap:
 def check_reads(model: nn.Module, installed: InstalledCaches, form: RowForm) -> None:
     """ValueError, with the tap removed, unless the model's calls of two tokens and of one take rows of this form.
 
-    Nothing of the second call is computed. A model that fails with its own caches too fails as it does then.
+    Nothing is computed: of a model that is spread over ranks only some may ask. A model that fails with its own caches
+    too fails as it does then.
     """
     try:
         _called_twice(model, installed())
@@ -90,5 +92,11 @@ def check_reads(model: nn.Module, installed: InstalledCaches, form: RowForm) -> 
 
 
 def _called_twice(model: nn.Module, caches: list[object]) -> list[object]:
+    outputs = []
     with left_as_it_was(model):
-        return [model(mx.array([tokens]), cache=caches) for tokens in ([0, 1], [0])]
+        for tokens in ([0, 1], [0]):
+            outputs.append(model(mx.array([tokens]), cache=caches))
+            for cache in flat_caches(caches):
+                if isinstance(cache, BoundedKVCache):
+                    _ = cache.state  # lets go of the last view, which the next call would begin to compute
+    return outputs

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.installation.layer_budgets import Budgets
-from velox_cache.installation.tiers import LayerBudget, is_by_head
+from velox_cache.installation.tiers import LayerBudget, is_by_head, listed
 from velox_cache.introspection.shard import ModelShard
 
 
@@ -40,6 +40,7 @@ def part_of_budgets(shard: ModelShard, whole: Budgets, n_layers: int) -> Budgets
     """Budgets of this rank's `n_layers` layers and their heads, from those of the whole model."""
 
     def own(budget: LayerBudget) -> LayerBudget:
+        budget = listed(budget)
         return budget[shard.heads(len(budget))] if is_by_head(budget) else budget
 
     if callable(whole):

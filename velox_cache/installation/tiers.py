@@ -45,6 +45,11 @@ def _one_or_list(values: list[Any]) -> Any:
     return values[0] if all(value == values[0] for value in values) else values
 
 
+def listed(budget: Any) -> Any:
+    """A layer's budget without the array, of numpy or MLX, in which it may come."""
+    return budget.tolist() if hasattr(budget, "tolist") else budget
+
+
 def is_by_head(budget: LayerBudget | None) -> TypeGuard[Sequence[int]]:
     """Whether each KV head of a layer has a budget of its own."""
     return isinstance(budget, Sequence) and not isinstance(budget, str)

@@ -224,6 +224,24 @@ def test_models_whose_attention_cannot_be_tapped_are_refused(
     vc.install(model, "l2norm", budget=lambda layer: [16] * n_heads)  # one budget needs no tiers
 
 
+@pytest.mark.parametrize("as_array", [np.array, mx.array], ids=["numpy", "mlx"])
+def test_budgets_of_a_layer_may_come_as_an_array(model: nn.Module, as_array: Callable[..., Any]) -> None:
+    report = vc.install(model, "l2norm", budget=[as_array(rows) for rows in BUDGETS])
+    assert report.settings["budget"] == BUDGETS
+    assert vc.install(model, "l2norm", budget=lambda layer: as_array(BUDGETS[layer])).settings["budget"] == BUDGETS
+
+
+@pytest.mark.parametrize("asked", [{"budget": BUDGETS}, {"budget": 32, "key_bits": 8, "group_size": 32}], ids=str)
+def test_what_install_tries_is_not_computed(
+    tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    """Ranks of a model meet in its layers, and where not all of them try, one would wait for another for ever."""
+    model, computed = tiny_model(**FOUR, head_dim=32), []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: computed.append(arrays))
+    vc.install(model, "l2norm", **asked)
+    assert not computed
+
+
 def test_layers_without_tiers_need_no_tap(model: nn.Module) -> None:
     vc.install(model, "l2norm", budget=[[32] * 4, [24] * 4])
     assert not any(isinstance(cache, TieredKVCache) for cache in make_prompt_cache(model))
