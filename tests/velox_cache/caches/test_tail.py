@@ -10,7 +10,7 @@ from calibrated import needed_arrays
 from velox_cache import EvictingKVCache
 from velox_fn import METHODS, Eviction, arrays, kv
 from velox_fn.engine.records import statics
-from velox_fn.registry import method_factory
+from velox_fn.registry import BUILT_IN
 from velox_fn.testing import bits
 
 H, D, BUDGET, INTERVAL = 2, 8, 40, 8
@@ -19,7 +19,7 @@ KEYS, VALUES = (mx.array(_rng.standard_normal((1, H, 80, D)).astype(np.float32))
 
 
 def make(name: str, interval: int) -> Eviction:
-    return method_factory(name)(budget=BUDGET, interval=interval, **needed_arrays(name))
+    return BUILT_IN[name].make(budget=BUDGET, interval=interval, **needed_arrays(name))
 
 
 def tokens(start: int, stop: int) -> tuple[mx.array, mx.array]:
@@ -89,7 +89,7 @@ def test_a_token_that_is_only_appended_copies_no_rows_and_none_are_held_twice(in
     block = mx.zeros((1, H, n_rows, wide))
     mx.eval(block)
     before = mx.get_active_memory()
-    cache = EvictingKVCache(method_factory("l2norm")(budget=2000, interval=interval))
+    cache = EvictingKVCache(BUILT_IN["l2norm"].make(budget=2000, interval=interval))
     mx.eval(cache.update_and_fetch(block, block))
 
     def one_more() -> None:
