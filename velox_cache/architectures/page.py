@@ -19,8 +19,8 @@ kinds of layers otherwise than its small one here; `velox inspect-model MODEL` s
 
 - *bounded*: how many of the small model's caches are bounded. Every method that scores rows without queries works
   there, but for what a note says; methods that score by attention do with `queries="proxy"`.
-- *true queries*: whether methods that score by attention ({by_attention}) see the
-  model's own queries: those of the layer that writes the rows, not of layers that read another's.
+- *true queries*: whether methods that score by attention see the model's own queries: those of the layer that writes
+  the rows, not of layers that read another's. They are {by_attention}.
 - *renumber*: whether `renumber=True` can turn cached keys, that is, whether the rotary embedding can be read.
 - *alone*: with a budget for each layer (`install(model, budget=[...])`) its caches serve one sequence at a time, since
   its layers take no masks of their own, mlx_lm has no batches of it, or it does not run where this page was written.

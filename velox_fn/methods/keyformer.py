@@ -8,7 +8,7 @@ noise g perturbs and a temperature tau flattens:
 The temperature goes from `tau_init` to `tau_end` in `rise` equal steps, one for each row that has left.
 
 Source: "Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative Inference"
-(arXiv:2403.09054), the section on the method, whose number could not be checked.
+(arXiv:2403.09054), by its definition in the section on the method, whose number could not be checked.
 
 Differs from the paper:
 

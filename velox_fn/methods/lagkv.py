@@ -8,8 +8,8 @@ the partition that follows, a row of partition p has for its key, and likewise f
 and its score is the sum of both. A score is there once the next partition is full, and then stays. Until then rows are
 protected: the last 2 lag - 1 tokens. So the kept set does not depend on how tokens are split into calls.
 
-Source: "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important" (arXiv:2504.04704), the
-section on the method, whose number could not be checked, and the authors' code.
+Source: "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important" (arXiv:2504.04704), by its
+definition in the section on the method, whose number could not be checked, and the authors' code.
 
 Differs from the paper:
 
@@ -17,6 +17,7 @@ Differs from the paper:
   place among the rows of its partition. With `across=True` it competes by its score, and shares may be unlike.
 - Places are shared by rows that differ by less than 2^-10 of an even share: beside a row that takes most of the
   softmax, the others differ by rounding alone.
+- Rows of all partitions compete whenever some leave, where the paper cuts a partition once, when the next is full.
 - Always 2 lag - 1 recent tokens stay. The paper keeps between lag and 2 lag - 1 of them.
 - Numbers that are not finite do not count in a partition's range. A channel that varies by no more than
   rounding in it is not divided.

@@ -7,8 +7,8 @@ at its own time, fused by sum or by maximum:
 
 When a token leaves the window its weights no longer count.
 
-Source: "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs" (arXiv:2503.00979), the
-section on the method, whose number could not be checked, and the authors' code.
+Source: "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs" (arXiv:2503.00979), by its
+definition in the section on the method, whose number could not be checked, and the authors' code.
 
 Differs from the paper:
 
@@ -17,6 +17,7 @@ Differs from the paper:
   over the rows before the window.
 - The query heads of a group are fused as tokens are, by sum or by maximum. The authors' code takes their maximum.
 - A block is scored by its last queries and evicted from once.
+- Of queries that are taken back, the weights no longer count. Those that they had displaced do not come back.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import velox_cache as vc
 from velox_cache.models import default_cache_dir
 from velox_fn import METHODS, kept_positions, kv
-from velox_fn.registry import BUILT_IN, method_factory
+from velox_fn.registry import BUILT_IN
 
 PROMPT = [(13 * i) % 97 for i in range(60)]
 # Those that take tokens back without a calibration, and without a warm-up.
@@ -30,7 +30,7 @@ class Replayed(vc.EvictingKVCache):
     def __init__(self, cache: vc.EvictingKVCache) -> None:
         super().__init__(cache.method)
         settings = {**cache.method.settings, "rollback": 0}
-        self.accepted = vc.EvictingKVCache(method_factory(cache.method.name)(**settings, **cache.method.params))
+        self.accepted = vc.EvictingKVCache(BUILT_IN[cache.method.name].make(**settings, **cache.method.params))
         self.pending: list[tuple[mx.array, mx.array]] = []
         self.rounds_compared_after_eviction = 0
 
@@ -133,7 +133,7 @@ def test_more_drafts_than_rollback_raises_and_says_what_to_install(tiny_model: C
         list(drafted(model, draft, 40, PROMPT, num_draft_tokens=4))
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if not method_factory(name)().static])
+@pytest.mark.parametrize("method", [name for name in METHODS if not BUILT_IN[name].make().static])
 def test_methods_whose_scores_accumulate_refuse_rollback_with_the_reason(
     method: str, tiny_model: Callable[..., nn.Module]
 ) -> None:

@@ -96,7 +96,7 @@ def test_a_token_that_is_only_appended_copies_no_rows_and_none_are_held_twice(in
     block = mx.zeros((1, H, n_rows, wide))
     mx.eval(block)
     before = mx.get_active_memory()
-    cache = EvictingKVCache(method_factory("l2norm")(budget=2000, interval=interval))
+    cache = EvictingKVCache(BUILT_IN["l2norm"].make(budget=2000, interval=interval))
     mx.eval(cache.update_and_fetch(block, block))
 
     def one_more() -> None:
