@@ -21,7 +21,8 @@ from .installation.budget_makers import (
     pyramid_budgets,
     squeeze_budgets,
 )
-from .installation.installing import InstallReport, install, uninstall
+from .installation.installing import install, uninstall
+from .installation.report import InstallReport
 from .introspection.plan import LayerPlan, plan_layers
 from .introspection.query_tap import observe_queries
 from .learning.weight_search import SearchOutcome, search_weights

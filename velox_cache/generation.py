@@ -12,7 +12,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from velox_cache.harness.memory import CacheUsage, cache_usage
 from velox_cache.installation.installed import InstalledCaches
-from velox_cache.installation.installing import InstallReport, install, uninstall
+from velox_cache.installation.installing import install, uninstall
+from velox_cache.installation.report import InstallReport
 from velox_cache.introspection.read_context import read_context
 from velox_fn.engine.checks import whole_number
 

@@ -4,6 +4,7 @@ A layer that reads another layer's rows (gemma4, iquestloopcoder) gives attentio
 calls their `attend` in place of mlx_lm's attention.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -68,6 +69,13 @@ class TieredRows(tuple[Half, ...]):
         drawing = [None] * len(self) if sinks is None else self.heads.split(sinks, axis=0)
         tiers = zip(self.heads.split(queries), keys, values, masks, drawing, strict=True)
         return self.heads.joined([_attended(q, k, v, scale, of_tier, own) for q, k, v, of_tier, own in tiers])
+
+
+def mask_together(masks: Sequence[Mask]) -> Mask | TierMasks:
+    """The masks of a layer's tiers as one: what fits all of them where there is such, or one for each."""
+    first = masks[0]
+    fits_all = not isinstance(first, mx.array) and all(mask is None or isinstance(mask, str) for mask in masks)
+    return first if fits_all and all(mask == first for mask in masks) else TierMasks(masks)
 
 
 def shown(view: View, widths: Storage) -> View:

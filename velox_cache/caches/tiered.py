@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from velox_cache.caches.bounded import BoundedKVCache
 from velox_cache.caches.evicting import EvictingKVCache
-from velox_cache.caches.own_attention import Mask, TieredRows, TierMasks, shown_in_tiers
+from velox_cache.caches.own_attention import Mask, TieredRows, TierMasks, mask_together, shown_in_tiers
 from velox_cache.caches.tier_heads import TierHeads
 from velox_cache.caches.tiered_state import check_same_tokens, pack_header, unpack_header
 from velox_fn.engine.half import Half
@@ -80,13 +80,13 @@ class TieredKVCache(BoundedKVCache):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask | TierMasks:
         """The mask for the next N tokens: what fits all tiers, or one for each."""
-        return _together([tier.make_mask(N, return_array, window_size) for tier in self.tiers])
+        return mask_together([tier.make_mask(N, return_array, window_size) for tier in self.tiers])
 
     @property
     def layer_mask(self) -> Callable[..., Mask | TierMasks]:
         """The mask of this layer for its next tokens, where layers have masks of their own. Absent elsewhere."""
         of_tiers = [tier.layer_mask for tier in self.tiers]  # type: ignore[attr-defined]
-        return lambda n_tokens, *, as_array: _together([mask(n_tokens, as_array=as_array) for mask in of_tiers])
+        return lambda n_tokens, *, as_array: mask_together([mask(n_tokens, as_array=as_array) for mask in of_tiers])
 
     @property
     def keys(self) -> Half | None:
@@ -268,9 +268,3 @@ class TieredKVCache(BoundedKVCache):
                     f"only caches with the same heads in each tier can share a batch or a state, got {given} for "
                     f"{self.heads.of_each}; take caches that one model made after one install()"
                 )
-
-
-def _together(masks: Sequence[Mask]) -> Mask | TierMasks:
-    first = masks[0]
-    fits_all = not isinstance(first, mx.array) and all(mask is None or isinstance(mask, str) for mask in masks)
-    return first if fits_all and all(mask == first for mask in masks) else TierMasks(masks)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from velox_cache.calibration.artifact import Calibration
-    from velox_cache.installation.installing import InstallReport
+    from velox_cache.installation.report import InstallReport
 
 FULL_CACHE = "full"
 

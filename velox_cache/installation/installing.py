@@ -1,8 +1,8 @@
 """Put evicting caches into a model, so that everything in mlx_lm that asks it for caches gets them."""
 
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from velox_cache.calibration.made_once import about
 from velox_cache.calibration.row_losses import METHODS as LOSSES_OF
 from velox_cache.calibration.values_read import check_values_read, default_terms, why_left_out
 from velox_cache.installation.asked import check_asked, check_settings
-from velox_cache.installation.footprint import Footprint, footprint
+from velox_cache.installation.footprint import footprint
 from velox_cache.installation.given_calibration import GivenCalibration, calibration_of, one_of_both
 from velox_cache.installation.installed import InstalledCaches
 from velox_cache.installation.layer_arguments import check_queries_together
@@ -25,6 +25,7 @@ from velox_cache.installation.layer_methods import by_layer, has_own_budgets, of
 from velox_cache.installation.own_attention import IN_TIERS, QUANTISED, check_reads, reads_tiers, tap_of
 from velox_cache.installation.own_masks import look_up_masks, take_masks_as_given
 from velox_cache.installation.parts import call_in_parts, call_whole
+from velox_cache.installation.report import InstallReport
 from velox_cache.installation.shares import (
     CALIBRATED,
     about_shares,
@@ -37,7 +38,7 @@ from velox_cache.installation.storage_settings import both_widths
 from velox_cache.installation.tapped import check_shows_queries
 from velox_cache.installation.tiers import settings_of
 from velox_cache.introspection.mlx_vlm_models import check_can_be_called_in_parts, check_takes_caches
-from velox_cache.introspection.plan import LayerPlan, plan_layers
+from velox_cache.introspection.plan import plan_layers
 from velox_cache.introspection.row_bytes import row_bytes
 from velox_cache.introspection.shard import model_shard
 from velox_cache.known_methods import as_method
@@ -46,40 +47,6 @@ from velox_fn.engine import checks
 from velox_fn.engine.eviction import Eviction
 from velox_fn.engine.quantised import NO_WIDTHS
 from velox_fn.method import Method
-
-
-@dataclass(frozen=True)
-class InstallReport:
-    """What `install` did, layer by layer, and what it means for a sequence. `str` of it says so in words.
-
-    method: the method's name. settings: the arguments that its factory got, by name, such as settings["budget"]; a
-    list, one entry per bounded layer, where layers differ. layers: one `LayerPlan` per entry of the prompt cache, with
-    whether it is bounded, and why not. footprint: bytes before and now; None where rows do not say how large they are.
-    calibration: of what, on what, and how well it predicts; None where none is used. left_out: which terms of a fusion
-    that nobody chose are left out on this model, and why; None where none is. shares: the rule by which the layers
-    share the budget, and what comes of it; None where none was asked for.
-    """
-
-    method: str
-    settings: Mapping[str, Any]
-    layers: tuple[LayerPlan, ...]
-    footprint: Footprint | None = None
-    calibration: str | None = None
-    left_out: str | None = None
-    shares: str | None = None
-
-    def __str__(self) -> str:
-        bounded = [entry for entry in self.layers if entry.bounded]
-        shown = {name: value if self.shares is None else _in_short(value) for name, value in self.settings.items()}
-        settings = ", ".join(f"{name}={value}" for name, value in shown.items())
-        lines = [f"{self.method} ({settings}) bounds {len(bounded)} of {len(self.layers)} layers"]
-        for reason in dict.fromkeys(entry.reason for entry in self.layers if not entry.bounded):
-            skipped = [str(entry.layer) for entry in self.layers if entry.reason == reason]
-            lines.append(f"  not bounded, layers {', '.join(skipped)}: {reason}")
-        lines += [
-            f"  {fact}" for fact in (self.shares, self.left_out, self.footprint, self.calibration) if fact is not None
-        ]
-        return "\n".join(lines)
 
 
 def install(
@@ -239,13 +206,6 @@ def uninstall(model: nn.Module) -> None:
         take_masks_as_given(model)
         if installed.before is not None:
             model.make_cache = installed.before
-
-
-def _in_short(value: Any) -> Any:
-    """A setting; where layers or heads differ the least and the largest."""
-    layers = value if isinstance(value, list) else []
-    found = [one for of_layer in layers for one in (of_layer if isinstance(of_layer, list) else [of_layer])]
-    return f"{min(found)} to {max(found)}" if found and all(isinstance(one, int) for one in found) else value
 
 
 def _chosen(given: str | Method | Eviction | Callable[..., Eviction], **arguments: Any) -> Method | Eviction:

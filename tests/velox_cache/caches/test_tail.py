@@ -11,7 +11,7 @@ from calibrated import codebook_settings, needed_arrays
 from velox_cache import EvictingKVCache
 from velox_fn import METHODS, Eviction, arrays, kv
 from velox_fn.engine.records import statics
-from velox_fn.registry import method_factory, method_named
+from velox_fn.registry import BUILT_IN
 from velox_fn.testing import bits
 
 H, D, BUDGET, INTERVAL = 2, 8, 40, 8
@@ -20,7 +20,7 @@ KEYS, VALUES = (mx.array(_rng.standard_normal((1, H, 80, D)).astype(np.float32))
 
 
 def make(name: str, interval: int, **settings: Any) -> Eviction:
-    return method_named(name).make(budget=BUDGET, interval=interval, **needed_arrays(name), **settings)
+    return BUILT_IN[name].make(budget=BUDGET, interval=interval, **needed_arrays(name), **settings)
 
 
 def tokens(start: int, stop: int) -> tuple[mx.array, mx.array]:
