@@ -71,7 +71,8 @@ def calibrate(
 
     A layer gets a filter when its attention reads a plain KVCache, also inside a CacheList; the others get None. It
     works whether or not evicting caches are installed on the model. `progress` tells every few seconds on stderr how
-    far it is, and warns beforehand where a faster BLAS would help; `advance` is called with the tokens done.
+    far it is, and warns beforehand where a faster BLAS would help; `advance` is called with the tokens done,
+    and with the work on losses (`passages.work_of_losses`).
 
     group: ranks that each hold the whole model, call this with the same arguments and share out the sequences; some may
     get none. Ranks that hold a model together (`model.shard`, `model.model.pipeline`) need no group: each runs every
@@ -145,7 +146,7 @@ def calibrate(
         weights=weights_digest(model),
     )
     if losses:
-        made = with_losses(made, model, sequences, shard, everyone, shown=shown)
+        made = with_losses(made, model, sequences, shard, everyone, shown=shown, advance=advance)
     if codebooks is not None:
         made = with_codebooks(made, model, sequences, codebooks, shard, everyone, shown=shown)
     return made

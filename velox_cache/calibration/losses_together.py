@@ -1,7 +1,7 @@
 """Add to a calibration what budgets cost each head, measured by one process or by several together."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -11,7 +11,7 @@ import mlx.nn as nn
 from velox_cache.calibration.artifact import Calibration
 from velox_cache.calibration.layers_with_losses import why_no_losses
 from velox_cache.calibration.loss_table import LossTable
-from velox_cache.calibration.passages import LEAST_CONTEXT, N_LATER, context_length, passages
+from velox_cache.calibration.passages import LEAST_CONTEXT, N_LATER, context_length, passages, work_of_losses
 from velox_cache.calibration.row_losses import METHODS, SHARES, LossSums, measured_losses, no_loss_sums
 from velox_cache.distributed.collectives import Group, broadcast, failing_together, own_share, summed
 from velox_cache.introspection.shard import ModelShard
@@ -26,11 +26,13 @@ def with_losses(
     group: Group | None,
     *,
     shown: bool = False,
+    advance: Callable[[int], object] = lambda n_tokens: None,
 ) -> Calibration:
     """The calibration with losses, measured on passages of the sequences, one after the other.
 
     calibration: the whole model's, the same on every rank. group: ranks that hold the whole model each, or the ranks
-    of `shard`. shown: whether progress is told, and a warning that there are none. The calibration comes back as it was
+    of `shard`. shown: whether progress is told, and a warning that there are none. advance: is called with the part of
+    `work_of_losses` that is done. The calibration comes back as it was
     where the sequences are not long enough, and where losses of this model cannot be measured.
     """
     tokens = list(chain.from_iterable(sequences))
@@ -46,7 +48,13 @@ def with_losses(
     own = parts if apart is None else own_share(parts, apart)
     n_layers = sum(filters is not None for filters in calibration.filters)
     with told_progress(max(1, 2 * n_layers * len(own)), shown=shown) as told, failing_together(apart):
-        sums = measured_losses(model, own, calibration, methods, shard, told)
+        step = work_of_losses(len(tokens)) // max(1, 2 * n_layers * len(parts))
+
+        def layer_done(doing: str, n_layers: int) -> None:
+            told(doing, n_layers)
+            advance(step * n_layers)
+
+        sums = measured_losses(model, own, calibration, methods, shard, layer_done)
     losses: list[mx.array | None] = []
     for layer, filters in enumerate(calibration.filters):
         if filters is None:

@@ -7,6 +7,7 @@ N_CONTEXT = 1024
 LEAST_CONTEXT = 256  # of which the smallest share is a few rows
 N_LATER = 128
 MOST_PASSAGES = 3
+_WORK = 2  # tokens of a prefill that one of a context takes, the errors of all methods and shares included
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ def passages(tokens: Sequence[int]) -> list[Passage]:
         place = (n_context - N_LATER) * (number + 1) // (n + 2)  # another in each
         found.append(Passage(context, after, context[place:][:N_LATER]))
     return found
+
+
+def work_of_losses(n_tokens: int) -> int:
+    """What it takes to measure losses on a text of so many tokens, in tokens of a prefill."""
+    return _WORK * sum(len(part.context) for part in passages(range(n_tokens)))
 
 
 def context_length(tokens: Sequence[int]) -> int:

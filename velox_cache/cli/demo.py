@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from velox_cache import calibrate, save_calibration
     from velox_cache.calibration.made_once import calibration_file
+    from velox_cache.calibration.passages import work_of_losses
     from velox_cache.calibration.predicted_attention import predicts_attention
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.cli.model_argument import load_model, model_id
@@ -57,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     workload, arms = Workload(), default_arms(arguments.budgets)
     file = calibration_file(model)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with told_progress(arguments.calibration_tokens + comparison_work(tokenizer, workload)) as report:
+    calibrating = arguments.calibration_tokens + work_of_losses(arguments.calibration_tokens)
+    with told_progress(calibrating + comparison_work(tokenizer, workload)) as report:
         calibration = calibrate(
             model,
             tokenizer,

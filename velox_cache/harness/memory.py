@@ -16,7 +16,7 @@ class CacheUsage:
     """Rows and bytes of one sequence's prompt cache."""
 
     tokens_seen: int
-    rows_kept: int  # most of any layer that could be bounded
+    rows_kept: int  # of a head that could be bounded, in the mean
     kept_bytes: int  # of kept rows in all layers, and what methods hold beside them
     full_bytes: int  # of the rows of every token seen, where layers are bounded; the same as kept_bytes elsewhere
     elsewhere_bytes: int = 0  # of both, what is held where layers bound themselves
@@ -34,7 +34,9 @@ def cache_usage(prompt_cache: Sequence[Any]) -> CacheUsage:
     """
     found = summary(prompt_cache)
     tokens_seen = max((entry.tokens or 0 for entry in found.layers), default=0)
-    rows_kept = max((entry.rows or 0 for entry in found.layers), default=0)
+    with_rows = [(entry.rows, entry.full_bytes) for entry in found.layers if entry.rows is not None]
+    full_bytes = sum(size for _, size in with_rows)
+    rows_kept = round(sum(rows * size for rows, size in with_rows) / full_bytes) if full_bytes else 0
     elsewhere = sum(entry.kept_bytes for entry in found.layers if entry.rows is None)
     return CacheUsage(tokens_seen, rows_kept, found.kept_bytes, found.full_bytes, elsewhere)
 

@@ -3,6 +3,7 @@
 import pytest
 from letters import Letters
 
+from velox_cache import install, uninstall
 from velox_cache.caches.evicting import EvictingKVCache
 from velox_cache.evaluation.prompt import TaskPrompt, inserted, make_prompt, score_reply
 from velox_cache.evaluation.task_runs import check_equal_rows, evidence_kept, run_task
@@ -76,6 +77,18 @@ def test_layers_may_share_a_budget(tiny_model):
     check_equal_rows(arms, caches)
 
 
+def test_heads_that_have_room_keep_fewer_than_the_budget(tiny_model):
+    model, arm = tiny_model(), Arm("heads", "l2norm", {"budget": 40})
+    install(model, "l2norm", budget=[[70, 10], [10, 70]])
+    make = model.make_cache
+    uninstall(model)
+    check_equal_rows([arm], [shared_prefill(model, list(range(60))).into(make())])
+    with pytest.raises(ValueError, match="not be those of its budget"):
+        check_equal_rows(
+            [Arm("fewer", "l2norm", {"budget": 41})], [shared_prefill(model, list(range(60))).into(make())]
+        )
+
+
 def test_an_arm_that_keeps_more_than_its_budget_is_refused(tiny_model):
     model = tiny_model()
     greedy, honest = Arm("greedy", "streaming_llm", {"budget": 32}), Arm("honest", "streaming_llm", {"budget": 24})
@@ -87,7 +100,7 @@ def test_an_arm_that_keeps_more_than_its_budget_is_refused(tiny_model):
 def test_arms_that_saw_different_prompts_are_refused(tiny_model):
     model = tiny_model()
     arms = [Arm("a", "streaming_llm", {"budget": 24}), Arm("b", "l2norm", {"budget": 24})]
-    with pytest.raises(ValueError, match="equal rows"):
+    with pytest.raises(ValueError, match="the same tokens"):
         check_equal_rows(arms, [filled(model, arms[0]), filled(model, arms[1], 50)])
 
 
