@@ -17,18 +17,11 @@ from velox_cache.evaluation.paired import Interval
 from velox_cache.evaluation.report import answered, arms_of, best_group, divergences, shares_of, summary
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "results" / "smollm2-135m" / "heads-4096" / "results.json"
+RESULTS = ROOT / "docs" / "results" / "smollm2-135m" / "contexts" / "results.json"
 FIGURE = ROOT / "docs" / "results" / "front-page.svg"
 BEGIN, END = "<!-- results: python docs/front_page.py -->", "<!-- end of results -->"
-DEFAULT = "fusion:recent=3/4:shares=calibrated"
-NAMES = {
-    DEFAULT: "fusion, the default: heads share the rows",
-    "fusion:recent=3/4": "fusion, heads alike",
-    "learned:recent=1/2:shares=calibrated": "learned, heads share the rows",
-    "learned:recent=1/2": "learned, heads alike",
-}
-SHOWN = (DEFAULT, "fusion:recent=3/4", "fusion", "qfilters", "curdkv", "snapkv", "streaming_llm", "random")
-"""The arms of README's table, where the results have them; the figure shows all."""
+SHOWN = ("learned", "fusion", "qfilters", "curdkv", "snapkv", "streaming_llm", "random")
+"""The methods of README's table, where the results have them; the figure shows all."""
 FULL, AGAINST, TASK = "full cache", "streaming_llm", "needle"
 
 
@@ -54,7 +47,7 @@ def table(rows: Sequence[Row], shown: Sequence[str] = SHOWN) -> str:
     for arm in sorted((arm for arm in methods if arm in shown), key=lambda arm: np.mean([kl[arm, s] for s in shares])):
         cells = [_marked(f"{np.mean(kl[arm, share]):.2f}", arm in groups[share]) for share in shares]
         cells.append(_marked(f"{sum(hits[arm, shares[0]]):.0f}", arm in finders))
-        lines.append(f"| {NAMES.get(arm, arm)} | {' | '.join(cells)} |")
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -79,7 +72,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     left.minorticks_off()
     _intervals(right, [found[arm]["answers"] for arm in arms], arms)
     right.set(title="right answers, the full cache's = 1", xlim=(0, None))
-    left.set_yticks(range(len(arms)), [f"{arm} (ceiling)" if arm in CEILINGS else NAMES.get(arm, arm) for arm in arms])
+    left.set_yticks(range(len(arms)), [f"{arm} (ceiling)" if arm in CEILINGS else arm for arm in arms])
     left.invert_yaxis()
     figure.savefig(path, metadata={"Date": None, "Creator": None})
 

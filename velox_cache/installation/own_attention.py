@@ -35,8 +35,8 @@ IN_TIERS = RowForm(
 
 
 def reads_tiers(model: nn.Module, plan: Sequence[LayerPlan]) -> bool:
-    """Whether the model's attention reads layers whose heads have numbers of rows of their own: it is called as
-    `check_reads` calls it, with two tiers in each layer that has several heads."""
+    """Whether some layers have several heads, and the model's attention reads them when these have numbers of rows of
+    their own: it is called as `check_reads` calls it, with two tiers in each such layer."""
     layouts = KeyLayouts(model)
     heads = {entry.layer: layouts.of_layer(entry.layer) for entry in plan if entry.bounded}
     several = {layer: layout.n_kv_heads for layer, layout in heads.items() if layout is not None}
@@ -45,7 +45,7 @@ def reads_tiers(model: nn.Module, plan: Sequence[LayerPlan]) -> bool:
         layer: (Tier((0,), some), Tier(tuple(range(1, n)), some)) if n > 1 else (Tier(None, some),)
         for layer, n in several.items()
     }
-    if methods.keys() != heads.keys():
+    if methods.keys() != heads.keys() or max(several.values(), default=1) == 1:
         return False
     probe = InstalledCaches(weakref.ref(model), tuple(plan), methods, EvictingKVCache, False, None, 0, None)
     try:

@@ -55,6 +55,10 @@ def test_heads_share_the_rows_unless_told_otherwise(tiny_model, tokenizer):
         assert isinstance(model.make_cache()[0], EvictingKVCache)
 
 
+def test_layers_of_one_head_share_nothing(tiny_model, tokenizer):
+    assert install(tiny_model(num_key_value_heads=1), budget=16, tokenizer=tokenizer).shares is None
+
+
 def test_a_calibration_without_losses_shares_nothing_and_is_not_made_anew(tiny_model, tokenizer, capsys):
     model = tiny_model()
     file = made_once.calibration_file(model)
