@@ -15,7 +15,7 @@ BY_BLOCK = [case for case in CASES if case.arguments.get("granularity") != "toke
 def test_peak_memory_of_a_block_is_the_same_however_many_tokens_came_before(case: Case) -> None:
     peaks = peaks_of(case.make(), N_TOKENS, N_BLOCKS)
     # Buffers are freed by other threads, sooner or later: the same work peaks at up to three times the least.
-    assert min(peaks[-5:]) <= 2 * max(peaks[1:6])
+    assert min(peaks[-5:]) <= 3 * max(peaks[1:6])
 
 
 @pytest.mark.parametrize("method", [h2o(budget=64), curdkv(budget=64)], ids=lambda method: method.name)
