@@ -229,13 +229,15 @@ def _calibration(
     from velox_cache.calibration.texts import SOURCE, calibration_texts
     from velox_cache.distributed.collectives import on_all_ranks
     from velox_cache.harness.arms import parse_arm
+    from velox_cache.installation.shares import CALIBRATED
+    from velox_cache.recommended import AUTO
 
     if arguments.calibration:
         given = load_calibration(arguments.calibration)
         check_weights(given, model)
         return given
     asked = (parse_arm(method, 1).settings.get("shares") for method in _listed(arguments.methods))
-    n_tokens, losses = arguments.calibration_tokens, "calibrated" in asked
+    n_tokens, losses = arguments.calibration_tokens, any(rule in (AUTO, *CALIBRATED) for rule in asked)
     own = folder / ("calibration.npz" if n_tokens is None else f"calibration-{n_tokens}.npz")
     if on_all_ranks(own.exists(), group):
         return load_calibration(own)

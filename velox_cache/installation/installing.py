@@ -76,10 +76,10 @@ def install(
     brings the least loss, as the calibration measured it, `calibrated_head_budgets`), "calibrated-layers" (each layer,
     `calibrated_budgets`), "pyramid" (fewer rows with depth, `pyramid_budgets`) or "squeeze" (fewer where a layer
     changes little, `squeeze_budgets`, on text that comes with Python). None: all have `budget` rows. "auto", the
-    default: as "calibrated" where the calibration holds losses of the method and the model's attention can be tapped,
-    else as None. A `recent` that is given is that of a layer with `budget` rows; others have theirs in proportion. A
-    window that a method has another name for, such as h2o's grace or snapkv's obs_window, is the same in all layers and
-    must fit the smallest.
+    default: as "calibrated" where the calibration holds losses of the method, and the model's attention can be tapped
+    and has several KV heads, else as None. A `recent` that is given is that of a layer with `budget` rows; others have
+    theirs in proportion. A window that a method has another name for, such as h2o's grace or snapkv's obs_window, is
+    the same in all layers and must fit the smallest.
     settings: the other arguments of the method's factory, such as n_sink, recent. `recent` defaults to three quarters
     of the budget here: of the shares tried, it follows the full cache's next-token distribution best
     (docs/evaluation.md). Methods may have a share of their own: learned a half, keyformer a quarter, and a fusion the
@@ -130,8 +130,9 @@ def install(
     plan, shard = plan_layers(model), model_shard(model, group)
     if not any(entry.bounded for entry in plan) and not shard.pipelined:
         raise ValueError(f"no layer of this model can be bounded: {'; '.join({entry.reason for entry in plan})}")
-    asked_shares = None if shares == AUTO else shares
-    chosen = _chosen(method, budget=budget, calibration=given, shares=asked_shares, **settings)
+    if isinstance(method, Eviction) and shares == AUTO:
+        shares = None
+    chosen = _chosen(method, budget=budget, calibration=given, shares=shares, **settings)
     if not any(entry.bounded for entry in plan):  # other ranks of the pipeline have the layers that can be
         return InstallReport(chosen.name if isinstance(chosen, Eviction) else chosen.label, settings, plan)
     if isinstance(chosen, Eviction):
@@ -191,7 +192,7 @@ def install(
         footprint(row_bytes(model), row_bytes(model, storages), methods),
         None if used is None else about(used),
         left_out,
-        None if shares in (None, AUTO) else about_shares(shares, methods.values()),
+        None if shares is None else about_shares(shares, methods.values()),
     )
 
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -47,14 +47,13 @@ def reads_tiers(model: nn.Module, plan: Sequence[LayerPlan]) -> bool:
     }
     if methods.keys() != heads.keys() or max(several.values(), default=1) == 1:
         return False
-    probe = InstalledCaches(weakref.ref(model), tuple(plan), methods, EvictingKVCache, False, None, 0, None)
     try:
-        probe = replace(probe, tap=tap_of(model, IN_TIERS).install())
+        tap = tap_of(model, IN_TIERS).install()
+        probe = InstalledCaches(weakref.ref(model), tuple(plan), methods, EvictingKVCache, False, tap, 0, None)
         check_reads(model, probe, IN_TIERS)
     except ValueError:
         return False
-    assert probe.tap is not None
-    probe.tap.remove()
+    tap.remove()
     return True
 
 

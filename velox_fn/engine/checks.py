@@ -71,15 +71,12 @@ def row_limits(
     budget = rows_of_budget(budget)
     n_sink = whole_number("n_sink", n_sink, 0)
     recent = whole_number(recent_name or "recent", recent, 0)
-    if recent_name is None and n_sink >= budget:
-        raise ValueError(
-            f"n_sink must be smaller than budget, got {n_sink} >= {budget}: every row would be protected and none "
-            "could be evicted; raise budget, or lower n_sink"
-        )
     if n_sink + recent >= budget:
+        names = ["n_sink"] if recent_name is None else ["n_sink", recent_name]
+        got = f"{n_sink}" if recent_name is None else f"{n_sink} + {recent}"
         raise ValueError(
-            f"n_sink + {recent_name} must be smaller than budget, got {n_sink} + {recent} >= {budget}: every row would "
-            f"be protected and none could be evicted; raise budget, or lower n_sink or {recent_name}"
+            f"{' + '.join(names)} must be smaller than budget, got {got} >= {budget}: every row would be protected and "
+            f"none could be evicted; raise budget, or lower {' or '.join(names)}"
         )
     return budget, n_sink, recent
 

@@ -10,8 +10,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from letters import Letters
-from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from replies import in_one_batch, one_by_one
 
 import velox_cache as vc
 from velox_cache.calibration.artifact import Calibration
@@ -114,17 +114,7 @@ def test_a_file_whose_codebooks_are_others_is_refused(model: nn.Module) -> None:
 def test_a_ragged_batch_generates_what_each_sequence_does_alone(model: nn.Module, interval: int) -> None:
     vc.install(model, "l2norm", budget=24, interval=interval, codebooks=4, calibration=calibrated(model))
     prompts = [PROMPT, PROMPT[7:29], PROMPT[3:8]]
-
-    def alone(prompt: list[int]) -> list[int]:
-        return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=12)]
-
-    generator = BatchGenerator(model, max_tokens=12)
-    identifiers = generator.insert(prompts)
-    replies: dict[int, list[int]] = {uid: [] for uid in identifiers}
-    while responses := generator.next_generated():
-        for response in responses:
-            replies[response.uid].append(response.token)
-    assert [replies[uid] for uid in identifiers] == [alone(prompt) for prompt in prompts]
+    assert in_one_batch(model, prompts) == one_by_one(model, prompts)
 
 
 def test_a_rollback_takes_tokens_back(model: nn.Module) -> None:

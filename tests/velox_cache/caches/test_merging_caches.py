@@ -6,8 +6,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from replies import in_one_batch, one_by_one
 
 import velox_cache as vc
 from velox_fn import kv
@@ -42,14 +43,7 @@ def test_a_ragged_batch_generates_what_each_sequence_does_alone(
     model = tiny_model()
     vc.install(model, "h2o", budget=24, merge=8, interval=interval)
     prompts = [PROMPT, PROMPT[7:29], PROMPT[3:8]]
-    generator = BatchGenerator(model, max_tokens=12)
-    identifiers = generator.insert(prompts)
-    replies: dict[int, list[int]] = {uid: [] for uid in identifiers}
-    while responses := generator.next_generated():
-        for response in responses:
-            replies[response.uid].append(response.token)
-    alone = [[int(token) for token, _ in generate_step(mx.array(one), model, max_tokens=12)] for one in prompts]
-    assert [replies[uid] for uid in identifiers] == alone
+    assert in_one_batch(model, prompts) == one_by_one(model, prompts)
 
 
 def test_values_are_other_than_those_of_the_method_alone(tiny_model: Callable[..., nn.Module]) -> None:

@@ -8,8 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from replies import in_one_batch, one_by_one
 
 import velox_cache as vc
 from velox_cache.architectures import tiny as architectures
@@ -128,17 +129,7 @@ def test_a_cache_goes_on_from_a_file_bit_for_bit(model: nn.Module, interval: int
 def test_a_ragged_batch_generates_what_each_sequence_does_alone(model: nn.Module, interval: int) -> None:
     vc.install(model, "l2norm", budget=24, interval=interval, **MIXED)
     prompts = [PROMPT, PROMPT[7:29], PROMPT[3:8]]
-
-    def alone(prompt: list[int]) -> list[int]:
-        return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=12)]
-
-    generator = BatchGenerator(model, max_tokens=12)
-    identifiers = generator.insert(prompts)
-    replies: dict[int, list[int]] = {uid: [] for uid in identifiers}
-    while responses := generator.next_generated():
-        for response in responses:
-            replies[response.uid].append(response.token)
-    assert [replies[uid] for uid in identifiers] == [alone(prompt) for prompt in prompts]
+    assert in_one_batch(model, prompts) == one_by_one(model, prompts)
 
 
 def test_merge_and_extract_keep_each_sequence(model: nn.Module) -> None:

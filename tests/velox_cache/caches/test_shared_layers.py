@@ -10,8 +10,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_map
-from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from replies import in_one_batch, one_by_one
 
 import velox_cache as vc
 from velox_fn import streaming_llm
@@ -148,27 +148,12 @@ def test_the_rows_that_leave_are_missed(model: nn.Module) -> None:
     assert np.abs(logits(model, CALLS["mixed"], make_prompt_cache(model)) - plain).max() > 0.01
 
 
-def alone(model: nn.Module, prompt: list[int]) -> list[int]:
-    return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=12)]
-
-
-def together(model: nn.Module, prompts: list[list[int]]) -> list[list[int]]:
-    generator = BatchGenerator(model)
-    uids = generator.insert(prompts, [12] * len(prompts))
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    while responses := generator.next_generated():
-        for response in responses:
-            tokens[response.uid].append(response.token)
-    generator.close()
-    return [tokens[uid] for uid in uids]
-
-
 @pytest.mark.parametrize("budget", [24, 200])
 @pytest.mark.parametrize("method", METHODS)
 def test_ragged_batch_generates_what_each_prompt_does_alone(model: nn.Module, method: str, budget: int) -> None:
     vc.install(model, method, budget=budget, **METHODS[method])
     prompts = [PROMPT[:5], PROMPT[:70], PROMPT[:40]]
-    assert together(model, prompts) == [alone(model, prompt) for prompt in prompts]
+    assert in_one_batch(model, prompts) == one_by_one(model, prompts)
 
 
 def test_view_can_be_had_again_after_state_was_read_while_nothing_is_evicted() -> None:

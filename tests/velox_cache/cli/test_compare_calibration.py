@@ -56,7 +56,12 @@ def test_a_calibration_of_other_weights_is_refused(tiny_model, tokenizer, tmp_pa
 
 @pytest.mark.parametrize(
     ("methods", "losses"),
-    [("qfilters,learned:recent=1/2:shares=calibrated", True), ("learned:shares=pyramid", False), ("learned", False)],
+    [
+        ("qfilters,learned:recent=1/2:shares=calibrated", True),
+        ("fusion:shares=calibrated-layers", True),
+        ("learned:shares=pyramid", False),
+        ("learned", False),
+    ],
 )
 def test_losses_are_measured_where_an_arm_asks_for_them(tiny_model, tokenizer, tmp_path, monkeypatch, methods, losses):
     told = []

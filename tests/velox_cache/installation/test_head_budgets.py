@@ -10,8 +10,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from calibrated import random_calibration, with_codebooks
-from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from replies import in_one_batch, one_by_one
 
 import velox_cache as vc
 from velox_cache.architectures.tiny import tiny_model as architecture_model
@@ -113,17 +114,6 @@ def rows_before(model: nn.Module, head: int) -> list[int]:
     return kept(read(model, [80])[1][:1])[0][head]
 
 
-def generated_in_one_batch(model: nn.Module, prompts: list[list[int]]) -> list[list[int]]:
-    generator = BatchGenerator(model)
-    uids = generator.insert(prompts, [12] * len(prompts))
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    while responses := generator.next_generated():
-        for response in responses:
-            tokens[response.uid].append(response.token)
-    generator.close()
-    return [tokens[uid] for uid in uids]
-
-
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
@@ -140,8 +130,7 @@ def test_ragged_batch_generates_what_each_prompt_does_alone(
     model = tiny_model(**FOUR, head_dim=32)
     vc.install(model, method, budget=BUDGETS, **settings)
     prompts = [PROMPT, PROMPT[:5], PROMPT[7:40]]
-    alone = [[int(token) for token, _ in generate_step(mx.array(p), model, max_tokens=12)] for p in prompts]
-    assert generated_in_one_batch(model, prompts) == alone
+    assert in_one_batch(model, prompts) == one_by_one(model, prompts)
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "gemma4_text", "qwen3_next", "mistral3"])

@@ -8,6 +8,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models import gemma2
 from mlx_lm.models.cache import make_prompt_cache
+from replies import in_one_batch, one_by_one
 
 import velox_cache as vc
 from velox_cache.architectures.tiny import tiny_model as architecture_model
@@ -125,23 +126,11 @@ def test_model_that_works_on_its_mask_array_is_refused_with_the_reason(
         vc.install(model, "l2norm", budget=[40, 16])
 
 
-def generated_in_one_batch(model: nn.Module, prompts: list[list[int]]) -> list[list[int]]:
-    generator = BatchGenerator(model)
-    uids = generator.insert(prompts, [12] * len(prompts))
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-    while responses := generator.next_generated():
-        for response in responses:
-            tokens[response.uid].append(response.token)
-    generator.close()
-    return [tokens[uid] for uid in uids]
-
-
 def test_ragged_batch_generates_what_each_prompt_does_alone(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model()
     vc.install(model, "l2norm", budget=[40, 16])
     prompts = [PROMPT, PROMPT[:5], PROMPT[7:40]]
-    alone = [[int(token) for token, _ in generate_step(mx.array(p), model, max_tokens=12)] for p in prompts]
-    assert generated_in_one_batch(model, prompts) == alone
+    assert in_one_batch(model, prompts) == one_by_one(model, prompts)
 
 
 def test_batch_without_the_install_is_refused_and_not_computed_with_another_layers_mask(
