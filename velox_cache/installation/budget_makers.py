@@ -104,7 +104,7 @@ def calibrated_budgets(calibration: GivenCalibration, budget: int, *, method: st
 
     A layer's loss at a number of rows is the error of its attention's output, in units of what it is added to
     (`calibration.row_losses`); a budget counts as its share of the context of that measurement, at least 1/16 and at
-    most 1/4. Each layer has half of `budget` at least, and at most half of such a context. Where the context is longer
+    most 1/4. Each layer has half of `budget` at least, and at most 3/4 of such a context. Where the context is longer
     than the one measured, more rows would be needed for the same loss in every layer, and the proportions stay.
 
     Args:
